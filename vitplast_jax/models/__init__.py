@@ -1,0 +1,121 @@
+"""Models, and the two functions through which everybody else uses them: :func:`split` and :func:`apply`.
+
+Only this room and peft/ know that the models are Flax NNX modules; all others see plain nested dicts of arrays.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+
+from vitplast_jax import trees
+from vitplast_jax.errors import UserError
+from vitplast_jax.models import specs, vit
+from vitplast_jax.models.specs import Preprocessing, ViTSpec
+from vitplast_jax.models.vit import ViT
+
+__all__ = [
+    "Preprocessing",
+    "ViT",
+    "ViTSpec",
+    "abstract_parameters",
+    "apply",
+    "build",
+    "create_model",
+    "parameters",
+    "split",
+    "structure",
+    "with_parameters",
+]
+
+
+@functools.lru_cache(maxsize=16)
+def _abstract(spec: ViTSpec):
+    graph, state = nnx.split(nnx.eval_shape(lambda: vit.ViT(spec)))
+    return graph, nnx.to_pure_dict(state)
+
+
+def structure(spec: ViTSpec):
+    """The static part of a model: hashable, holds no arrays."""
+    return _abstract(spec)[0]
+
+
+def abstract_parameters(spec: ViTSpec) -> trees.Tree:
+    """The tree of parameters as ``jax.ShapeDtypeStruct``; takes no memory."""
+    return trees.map_paths(lambda _, leaf: leaf, _abstract(spec)[1])
+
+
+def build(spec: ViTSpec, params: Mapping) -> ViT:
+    """A model of this structure with these parameters.
+
+    Raises:
+      UserError: paths or shapes differ from the structure's; up to five are listed.
+    """
+    expected, given = trees.flatten(_abstract(spec)[1]), trees.flatten(params)
+    problems = [f"{path} is missing" for path in expected if path not in given]
+    problems += [f"{path} is not in the model" for path in given if path not in expected]
+    problems += [
+        f"{path} has shape {tuple(given[path].shape)}, the model {leaf.shape}"
+        for path, leaf in expected.items()
+        if path in given and tuple(given[path].shape) != leaf.shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise UserError(f"parameters do not fit {spec.name}: " + "; ".join(problems[:5]) + more)
+    return nnx.merge(structure(spec), params)
+
+
+def create_model(name: str | ViTSpec, num_classes=None, img_size=None, seed: int = 0, **overrides) -> ViT:
+    """A freshly initialised model.
+
+    Args:
+      name: a timm name such as "vit_base_patch16_224", or a :class:`ViTSpec`.
+      num_classes: outputs of the head; 0 for no head (the model then returns pooled features).
+      img_size: side or (height, width), if not the name's.
+      seed: decides every parameter; the head's values depend on (seed, classes, width) alone.
+      **overrides: further fields of :class:`ViTSpec`.
+    Raises:
+      UserError: no such name, or sizes that do not fit each other.
+    """
+    if isinstance(name, ViTSpec):
+        fields = {
+            key: value for key, value in (("num_classes", num_classes), ("img_size", img_size)) if value is not None
+        }
+        spec = specs.replace(name, **fields, **overrides)
+    else:
+        spec = specs.spec(name, num_classes=num_classes, img_size=img_size, **overrides)
+    return build(spec, initial_parameters(spec, seed))
+
+
+def initial_parameters(spec: ViTSpec, seed: int) -> trees.Tree:
+    """Freshly drawn parameters of every path of the model."""
+    return vit.initial_parameters(spec, abstract_parameters(spec), seed)
+
+
+def parameters(model: nnx.Module) -> trees.Tree:
+    """The tree of parameters: nested dicts, int keys for the blocks, paths such as ``blocks/3/attn/qkv/kernel``."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def with_parameters(model: nnx.Module, params: Mapping) -> nnx.Module:
+    """A new model of the same structure with other parameters; the given one stays as it is."""
+    return nnx.merge(nnx.graphdef(model), params)
+
+
+def split(model: nnx.Module, mask: Mapping):
+    """Splits a model into (static, trainable, frozen): a hashable structure and two pruned trees of parameters."""
+    trainable, frozen = trees.partition(parameters(model), mask)
+    return nnx.graphdef(model), trainable, frozen
+
+
+def apply(static, trainable: Mapping, frozen: Mapping, images: jax.Array, key=None, **options):
+    """Runs a split model; what it returns is what the model returns. Pure, to be jitted and differentiated.
+
+    Args:
+      static, trainable, frozen: from :func:`split`; ``frozen`` may have another dtype (bfloat16) than ``trainable``.
+      images: [b, height, width, c], normalised, in the dtype to compute in.
+      key: None, one key, or a key for each example: dropout and drop-path.
+      **options: of the model's ``__call__`` (``intermediates``, ``remat``).
+    """
+    return nnx.merge(static, trees.combine(trainable, frozen))(images, key, **options)

@@ -1,0 +1,89 @@
+"""Where arrays live: the device mesh, and the rules from parameter paths to shardings.
+
+In: the number of devices along each mesh axis, trees of parameters. Out: a mesh and trees of ``NamedSharding``.
+The batch is divided over both axes; parameters are divided over ``fsdp`` where a rule says so, else replicated.
+"""
+
+import re
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from vitplast_jax import trees
+from vitplast_jax.errors import UserError
+
+AXES = ("data", "fsdp")
+
+# The first pattern that matches a whole path decides. The wide axis of a kernel is the one that is divided.
+RULES = (
+    (r"(.+/)?(qkv|fc1)/kernel", P(None, "fsdp")),
+    (r"(.+/)?(out|fc2)/kernel", P("fsdp", None)),
+    (r".*", P()),
+)
+
+
+def make_mesh(data: int = -1, fsdp: int = 1) -> jax.sharding.Mesh:
+    """A mesh with the axes ``data`` and ``fsdp`` over all devices of the run; ``data=-1`` takes what fsdp leaves.
+
+    Raises:
+      UserError: the axes do not multiply to a number of devices that is there.
+    """
+    available = jax.device_count()
+    if data == -1:
+        data = available // fsdp
+    if data < 1 or data * fsdp > available:
+        raise UserError(
+            f"mesh.data={data} x mesh.fsdp={fsdp} needs {max(data, 1) * fsdp} devices, there are {available}"
+        )
+    if data * fsdp < available and jax.process_count() > 1:
+        raise UserError(f"mesh.data={data} x mesh.fsdp={fsdp} leaves devices idle: {available} are there, use them all")
+    devices = np.asarray(jax.devices()[: data * fsdp])
+    # Auto lets the compiler propagate shardings; jax.make_mesh's default, Explicit, refuses the model's reshapes.
+    return jax.make_mesh((data, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def replicated(mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def batch(mesh) -> NamedSharding:
+    """Rows of a batch over every device."""
+    return NamedSharding(mesh, P(AXES))
+
+
+def parameters(mesh, tree: Mapping) -> trees.Tree:
+    """A sharding for each parameter; an axis that ``fsdp`` does not divide stays whole."""
+    return trees.map_paths(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh.shape["fsdp"])), tree)
+
+
+def _spec(path: str, shape: tuple[int, ...], fsdp: int) -> P:
+    spec = next(spec for pattern, spec in RULES if re.fullmatch(pattern, path))
+    fits = all(axis is None or size % fsdp == 0 for axis, size in zip(spec, shape, strict=False))
+    return spec if fits else P()
+
+
+def like(mesh, abstract, params: Mapping):
+    """Shardings for a pytree (an optimizer state) whose sub-trees may mirror the tree of parameters.
+
+    A leaf takes the sharding of the parameter whose path ends its own and whose shape it has; all others, such as
+    counters, are replicated.
+    """
+    by_path = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            trees.flatten(params).items(), trees.flatten(parameters(mesh, params)).values(), strict=True
+        )
+    }
+
+    def place(path, leaf):
+        keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        for start in range(len(keys)):
+            shape, sharding = by_path.get("/".join(keys[start:]), (None, None))
+            if shape == leaf.shape:
+                return sharding
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(place, abstract)

@@ -1,0 +1,1 @@
+"""Training: config, optimizer, step, checkpoints, metrics and the loop that joins them."""

@@ -1,0 +1,227 @@
+"""The training loop: mesh, data, model, weights, shardings, step, restore, loop. Read it from top to bottom.
+
+In: a checked config and a folder. Out: the run's files (README: how to read the results) and its results.
+Where it runs, on one CPU or a pod, is decided by the mesh alone.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from vitplast_jax import components, models, sharding, trees
+from vitplast_jax.errors import UserError
+from vitplast_jax.training import cost, inputs, optim, run
+from vitplast_jax.training.checkpoint import Checkpoints, write_json
+from vitplast_jax.training.evaluation import Evaluator
+from vitplast_jax.training.start import load_start
+from vitplast_jax.training.step import TrainState, make_train_step
+
+
+def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> dict[str, Any]:
+    """Trains as the config says, tests the best validated checkpoint, and returns what ``results.json`` holds.
+
+    The same call continues a run that was stopped, and returns the results of one that is finished.
+
+    Args:
+      config: from :func:`vitplast_jax.training.config.validate`.
+      workdir: the run's folder.
+      overwrite: discard the run that the folder holds.
+    Raises:
+      UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
+    """
+    began, workdir = time.monotonic(), Path(workdir)
+
+    # Mesh.
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
+    if config.batch_size % mesh.size:
+        raise UserError(
+            f"config.batch_size {config.batch_size} is not a multiple of the {mesh.size} devices of the mesh"
+        )
+
+    # Data.
+    data = inputs.load_data(config)
+    train = data["train"]
+
+    # Model and base weights.
+    start = load_start(config, train.class_names)
+    spec = start.spec
+    mask = run.trainable_mask(config, start.params)
+    trainable, frozen = trees.partition(start.params, mask)
+    facts = {
+        "spec": models.specs.to_dict(spec),
+        "class_names": train.class_names,
+        "base_weights": dict(start.identity),
+        "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
+    }
+    continues = run.claim(workdir, config, facts, overwrite)
+    if (workdir / "results.json").exists() and continues:
+        say(f"{workdir} holds the finished run; nothing to do")
+        return json.loads((workdir / "results.json").read_text())
+    for note in start.notes:
+        say(note)
+    say_what_trains(spec, start.params, mask)
+
+    # Shardings: arrays go straight to where they live.
+    frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.frozen_dtype), frozen)
+    frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
+    trainable = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), trainable)
+    optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
+
+    def initial_state(trainable):
+        return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
+
+    abstract = jax.eval_shape(initial_state, trainable)
+    state_shardings = sharding.like(mesh, abstract, trainable)
+    # A jitted copy owns its buffers, so that the step may overwrite them.
+    state = jax.jit(initial_state, out_shardings=state_shardings)(trainable)
+
+    # Step.
+    prepare = inputs.make_training_preparation(config, spec, train)
+    batch_shapes = inputs.example_batch(config.batch_size, train, spec.img_size, mesh)
+
+    def compile_step(accumulation):
+        step = make_train_step(
+            models.structure(spec),
+            optimizer,
+            schedule,
+            prepare,
+            seed=config.seed,
+            label_smoothing=config.label_smoothing,
+            accumulation=accumulation,
+            remat=config.remat == "block",
+        )
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.replicated(mesh)))
+        return jitted.lower(state, frozen, batch_shapes).compile()
+
+    train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size)
+    if parts > 1:
+        say(f"each batch is computed in {parts} parts of {config.batch_size // parts} images")
+    evaluator = Evaluator(spec, mesh, data, config)
+
+    # Restore.
+    record = {"best_step": None, "best_accuracy": None, "seconds": 0.0}
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        if checkpoints.latest_step() is not None:
+            target = jax.tree.map(
+                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+                abstract,
+                state_shardings,
+            )
+            state, record = checkpoints.restore_latest(target)
+            say(f"continuing at step {int(state.step)} of {config.steps}")
+        first, earlier = int(state.step), record["seconds"]
+        log = run.MetricsLog(workdir / "metrics.jsonl", first)
+
+        # Loop.
+        batches = inputs.training_batches(config, train, spec.img_size, mesh, first)
+        bar = tqdm(total=config.steps, initial=first, unit="step", desc="train", dynamic_ncols=True, disable=None)
+        mark, waited, logged = time.monotonic(), 0.0, first
+        for step in range(first + 1, config.steps + 1):
+            before = time.monotonic()
+            batch = next(batches)
+            waited += time.monotonic() - before
+            state, measured = train_step(state, frozen, batch)
+            bar.update()
+
+            if step % config.log_every == 0 or step == config.steps:
+                line = {name: float(value) for name, value in measured.items()}
+                elapsed = time.monotonic() - mark
+                rate = (step - logged) * config.batch_size / elapsed
+                log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
+                bar.set_postfix(loss=f"{line['loss']:.3f}", images_s=f"{rate:.0f}", refresh=False)
+                mark, waited, logged = time.monotonic(), 0.0, step
+
+            if step % config.eval_every == 0 or step == config.steps:
+                paused = time.monotonic()
+                summary = evaluator(state.trainable, frozen, "validation")
+                if summary is not None:
+                    log.write(step=step, split="validation", **summary)
+                    bar.write(f"step {step}: validation accuracy {summary['accuracy']:.4f}, loss {summary['loss']:.4f}")
+                # Without validation data the last step is the best; an accuracy is never NaN.
+                if summary is None or record["best_accuracy"] is None or summary["accuracy"] > record["best_accuracy"]:
+                    accuracy = None if summary is None else summary["accuracy"]
+                    record = {**record, "best_step": step, "best_accuracy": accuracy}
+                    checkpoints.save_best(step, state.trainable)
+                mark += time.monotonic() - paused
+
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                paused = time.monotonic()
+                record = {**record, "seconds": earlier + time.monotonic() - began}
+                checkpoints.save_latest(step, state, record)
+                mark += time.monotonic() - paused
+        bar.close()
+        batches.close()
+
+        # Test the best validated checkpoint.
+        checkpoints.wait()
+        target = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state.trainable
+        )
+        best = checkpoints.restore_best(target, record["best_step"])
+        results = {split: evaluator(best, frozen, split) for split in ("test", "validation")}
+
+    results |= {
+        "best_step": record["best_step"],
+        "trainable": [str(selector) for selector in components.parse((*config.trainable, *config.also_trainable))],
+        "parameters": count_parameters(start.params, mask),
+        "protocol": describe_protocol(config, spec),
+        "data_fingerprint": facts["data_fingerprint"],
+        "seconds": round(earlier + time.monotonic() - began, 2),
+        "compilations": {"train": compilations, "evaluate": evaluator.compilations},
+    }
+    if jax.process_index() == 0:
+        for split in ("validation", "test"):
+            if results[split] is not None:
+                log.write(step=record["best_step"], split=f"best {split}", **results[split])
+        write_json(workdir / "results.json", results)
+    return results
+
+
+def say(text: str):
+    """One line to the user, once however many processes there are."""
+    if jax.process_index() == 0:
+        tqdm.write(text)
+
+
+def count_parameters(params: Mapping, mask: Mapping) -> dict[str, int]:
+    """``total``, ``trainable``, and the latter divided into ``head`` and ``method`` (all that is not head)."""
+    trainable, _ = trees.partition(params, mask)
+    head = components.counts(trainable).get("head", 0)
+    total = trees.count(trainable)
+    return {"total": trees.count(params), "trainable": total, "method": total - head, "head": head}
+
+
+def say_what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping):
+    """Prints each component with what of it trains, so that a selector that is too narrow or too wide is seen."""
+    trainable, _ = trees.partition(params, mask)
+    trains, has = components.counts(trainable), components.counts(params)
+    parts = [
+        f"{name} {trains[name]:,}" + ("" if trains[name] == has[name] else f" of {has[name]:,}") for name in trains
+    ]
+    counted = count_parameters(params, mask)
+    share = counted["trainable"] / counted["total"]
+    say(
+        f"{spec.name}: training {counted['trainable']:,} of {counted['total']:,} parameters ({share:.2%}): "
+        + ", ".join(parts)
+    )
+
+
+def describe_protocol(config, spec: models.ViTSpec) -> dict[str, Any]:
+    """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
+    pixels = models.specs.to_dict(spec)["preprocessing"]
+    augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
+    return {
+        "data": config.data.name,
+        "validation": config.data.validation,
+        "split_seed": config.data.split_seed,
+        "image_size": list(spec.img_size),
+        "preprocessing": pixels,
+        "augmentation": augmentation,
+        "selection": "best validation accuracy, tested once",
+    }

@@ -1,0 +1,221 @@
+"""A run's folder: who it belongs to, its logs, and the finished model read back from it.
+
+In: a checked config and a folder. Out: ``config.json``, ``environment.json``, ``metrics.jsonl``; and
+:func:`load_run`, through which evaluation, prediction, measurement and export get a trained model.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vitplast_jax import components, models, trees
+from vitplast_jax.errors import UserError
+from vitplast_jax.models import specs
+from vitplast_jax.training import config as settings
+from vitplast_jax.training.checkpoint import Checkpoints, write_json, write_text
+from vitplast_jax.training.start import base_parameters
+
+# What may differ when a run is continued: these change where and how fast it runs, not what it computes.
+FREE_KEYS = (
+    *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
+    *("data.path", "data.threads", "mesh.data", "mesh.fsdp"),
+)
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished (or evaluated at least once) run: its best model and how to feed it."""
+
+    folder: Path
+    config: Any
+    spec: models.ViTSpec
+    class_names: tuple[str, ...]
+    model: models.ViT
+    best_step: int
+    description: Mapping[str, Any]
+
+
+def claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite: bool) -> bool:
+    """Takes a folder for a run, or finds the same run in it; returns whether there is something to continue.
+
+    Args:
+      workdir: the folder; made where it is missing.
+      config: the checked config.
+      facts: what the config resolved to (spec, class names, base weights, data); kept in ``config.json`` as well.
+      overwrite: discard what the folder holds.
+    Raises:
+      UserError: the folder holds another run, or files that are no run.
+    """
+    workdir = Path(workdir)
+    described = {"format": FORMAT, **json.loads(settings.to_json(config)), **facts}
+    described = json.loads(json.dumps(described))  # tuples become lists, as they will be read back
+    path = workdir / "config.json"
+    if overwrite and path.exists():
+        if jax.process_index() == 0:
+            for name in ("checkpoints", "metrics.jsonl", "results.json", "config.json", "environment.json"):
+                victim = workdir / name
+                shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
+    if path.exists():
+        _check_same(read_description(workdir), described, workdir)
+        return (workdir / "checkpoints" / "latest").is_dir()
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir {workdir} is a file; name a folder")
+    strangers = (
+        [entry.name for entry in workdir.iterdir() if not entry.name.startswith(".")] if workdir.exists() else []
+    )
+    if "checkpoints" in strangers:
+        raise UserError(
+            f"{workdir} has checkpoints but no config.json: it is damaged or not a run; name another --workdir"
+        )
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            write_json(path, described)
+            write_json(workdir / "environment.json", environment())
+    except OSError as error:
+        raise UserError(f"--workdir {workdir} cannot be written ({error.strerror}); name another folder") from None
+    return False
+
+
+def _check_same(old: Mapping, new: Mapping, workdir: Path):
+    def flat(described):
+        kept = {key: value for key, value in described.items() if key != "measure"}
+        return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
+
+    old, new = flat(old), flat(new)
+    keys = [key for key in (old | new) if old.get(key) != new.get(key) and key not in FREE_KEYS]
+    if keys:
+        shown = "; ".join(f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys[:5])
+        more = f"; and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise UserError(
+            f"{workdir} holds another run: {shown}{more}. Take another --workdir, or --overwrite to discard that run; "
+            f"to start from its result: --config.weights={workdir}"
+        )
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def read_description(workdir: str | Path) -> dict[str, Any]:
+    """``config.json`` of a run, as a dict: the resolved config and what it resolved to."""
+    path = Path(workdir) / "config.json"
+    try:
+        described = json.loads(path.read_text())
+        if described["format"] > FORMAT:
+            raise UserError(
+                f"{path} was written by a newer version (format {described['format']}); update vitplast_jax"
+            )
+    except FileNotFoundError:
+        raise UserError(f"{workdir} is not a run's folder: it has no config.json") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged: it is not the JSON that train wrote") from None
+    return described
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices, for ``environment.json``."""
+    packages = ("vitplast_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "backend": jax.default_backend(),
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+class MetricsLog:
+    """``metrics.jsonl``: one JSON object a line. Opening it drops lines of steps that are about to be run again."""
+
+    def __init__(self, path: str | Path, start: int):
+        self._path = Path(path)
+        self._writes = jax.process_index() == 0
+        if self._writes:
+            kept = [line for line in read_metrics(self._path) if line["step"] <= start] if start else []
+            write_text(self._path, "".join(_line(entry) for entry in kept))
+
+    def write(self, **entry):
+        if self._writes:
+            with open(self._path, "a") as file:
+                file.write(_line(entry))
+
+
+def _line(entry: Mapping) -> str:
+    return json.dumps(entry) + "\n"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def trainable_mask(config, params: Mapping) -> trees.Tree:
+    """Which parameters a config trains: ``trainable`` and ``also_trainable``, where the model has the latter."""
+    has = components.counts(params)
+    also = [name for name in config.also_trainable if components.parse(name)[0].component in has]
+    return components.mask(params, [*config.trainable, *also])
+
+
+def load_run(workdir: str | Path) -> Run:
+    """The best model of a run, whole: base weights by their recorded hash, trained leaves from the best step.
+
+    Raises:
+      UserError: no run there, no checkpoint yet, or the base weights are missing or have changed.
+    """
+    folder = Path(workdir)
+    described = read_description(folder)
+    config = settings.validate({key: described[key] for key in settings.default_config() if key in described})
+    spec = specs.from_dict(described["spec"])
+    best_step = _best_step(folder)
+    class_names = tuple(described["class_names"])
+    params = base_parameters(config, spec, class_names, described["base_weights"])
+    trainable, frozen = trees.partition(params, trainable_mask(config, params))
+    frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.frozen_dtype), frozen)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), trainable)
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        trainable = checkpoints.restore_best(target, best_step)
+    model = models.build(spec, trees.combine(trainable, frozen))
+    return Run(folder, config, spec, class_names, model, best_step, described)
+
+
+def _here():
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _best_step(folder: Path) -> int:
+    steps = [int(entry.name) for entry in (folder / "checkpoints" / "best").glob("*") if entry.name.isdigit()]
+    try:
+        recorded = json.loads((folder / "results.json").read_text())["best_step"]
+    except (FileNotFoundError, ValueError, KeyError):
+        recorded = max(steps, default=None)
+    if recorded not in steps:
+        raise UserError(f"{folder} has no best checkpoint yet; let train reach its first validation")
+    return recorded

@@ -1,0 +1,97 @@
+"""What a run starts from: the model's structure, its base weights, and a head for these classes.
+
+In: a checked config and the data's class names. Out: a spec, the whole tree of parameters, and the identity of the base
+weights, by which the same parameters are found again when a run is resumed or evaluated.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitplast_jax import models, trees
+from vitplast_jax.errors import UserError
+from vitplast_jax.models import specs, vit
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The start of a run; ``identity`` is {"source", "sha256"}, or {"source": ""} for a random start."""
+
+    spec: models.ViTSpec
+    params: trees.Tree
+    identity: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def load_start(config, class_names: Sequence[str]) -> Start:
+    """Resolves model, weights, image size, classes and numerics of a config into a :class:`Start`.
+
+    The head is a new one, drawn from (seed, classes, width), unless the weights were trained on exactly these classes.
+
+    Raises:
+      UserError: weights that cannot be read, names that do not exist, sizes that do not fit.
+    """
+    num_classes = config.num_classes or len(class_names)
+    if num_classes < len(class_names):
+        raise UserError(f"config.num_classes is {num_classes}, but the data have {len(class_names)} classes")
+    size = tuple(config.image_size) or None
+    if not config.weights:
+        if not config.model:
+            raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
+        spec = _with_settings(specs.spec(config.model, num_classes=num_classes, img_size=size), config)
+        notes = (f"random start: no weights given for {spec.name}",)
+        return Start(spec, models.initial_parameters(spec, config.seed), {"source": ""}, notes)
+
+    from vitplast_jax.weights import convert
+
+    loaded = convert.load(config.weights, model=config.model or None, num_classes=0, img_size=size)
+    spec = specs.replace(loaded.spec, num_classes=num_classes)
+    notes = list(loaded.notes)
+    if tuple(loaded.class_names) == tuple(class_names):
+        whole = convert.load(config.weights, model=config.model or None, img_size=size)
+        head = {path: leaf for path, leaf in trees.flatten(whole.params).items() if path.startswith("head/")}
+    else:
+        shapes = trees.flatten(models.abstract_parameters(spec))
+        head = {
+            path: vit.initial_value(path, leaf.shape, config.seed, spec)
+            for path, leaf in shapes.items()
+            if path.startswith("head/")
+        }
+        notes.append(f"new head for {num_classes} classes")
+    params = trees.unflatten(trees.flatten(loaded.params) | head)
+    return Start(_with_settings(spec, config), params, loaded.identity, tuple(notes))
+
+
+def base_parameters(config, spec: models.ViTSpec, class_names: Sequence[str], identity: Mapping) -> trees.Tree:
+    """The parameters a run started from, found again by the identity that it recorded.
+
+    Raises:
+      UserError: the base weights are gone, or no longer the ones that the run started from.
+    """
+    if not identity["source"]:
+        return models.initial_parameters(spec, config.seed)
+
+    from vitplast_jax.weights import convert
+
+    found = convert.identity(identity["source"])
+    if found["sha256"] != identity["sha256"]:
+        raise UserError(
+            f"base weights {identity['source']} have changed since the run: sha256 {found['sha256'][:12]}..., "
+            f"expected {identity['sha256'][:12]}...; put the original file back"
+        )
+    return load_start(config, class_names).params
+
+
+def _with_settings(spec: models.ViTSpec, config) -> models.ViTSpec:
+    """Regularisation and pixel statistics that the config sets."""
+    preprocessing = spec.preprocessing
+    if config.data.mean:
+        known = preprocessing or models.Preprocessing()
+        mean, std = (tuple(v) * 3 if len(v) == 1 else tuple(v) for v in (config.data.mean, config.data.std))
+        preprocessing = dataclasses.replace(known, mean=mean, std=std)
+    if preprocessing is None:
+        raise UserError(
+            f"the pixel statistics of {spec.name} are not known: say --config.data.mean=... and --config.data.std=... "
+            "(0.5 and 0.5 for augreg and in21k weights, 0.485,0.456,0.406 and 0.229,0.224,0.225 for ImageNet's)"
+        )
+    return specs.replace(spec, drop_rate=config.dropout, drop_path_rate=config.drop_path, preprocessing=preprocessing)

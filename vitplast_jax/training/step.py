@@ -1,0 +1,113 @@
+"""One training step and one evaluation step, as pure functions to be jitted.
+
+In: a state, the frozen parameters, a batch of uint8 images. Out: the next state and the step's metrics; or per-example
+losses and predictions. Preprocessing is part of the step: small uint8 images travel, the device crops and normalises.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from einops import rearrange
+
+from vitplast_jax import components, models, trees
+from vitplast_jax.data import preprocess
+
+
+class TrainState(NamedTuple):
+    """All that changes from step to step: what a checkpoint holds."""
+
+    step: jax.Array
+    trainable: trees.Tree
+    opt_state: Any
+
+
+def cross_entropy(logits, labels, label_smoothing: float = 0.0):
+    """Softmax cross-entropy of each example in float32: logits [b, c], int labels [b] -> [b]."""
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
+    return optax.softmax_cross_entropy(logits.astype(jnp.float32), targets)
+
+
+def make_train_step(
+    static,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    prepare: Callable,
+    *,
+    seed: int,
+    label_smoothing: float = 0.0,
+    accumulation: int = 1,
+    remat: bool = False,
+) -> Callable:
+    """Returns ``train_step(state, frozen, batch) -> (state, metrics)``.
+
+    Only the trainable leaves are differentiated. The gradient is the mean over the global batch, summed in float32,
+    whether the batch is computed at once or in ``accumulation`` parts. Every random draw is a function of (seed, step,
+    row of the global batch), so that neither parts nor devices change it.
+
+    Args:
+      static: the model's structure, from :func:`vitplast_jax.models.split`.
+      optimizer, schedule: from :func:`vitplast_jax.training.optim.make_optimizer`.
+      prepare: ``(uint8 images [b, h, w, c], keys [b]) -> images`` as the model wants them.
+      seed: of the run.
+      label_smoothing: mass given to all classes alike.
+      accumulation: parts of equal size in which a batch is computed one after the other.
+      remat: recompute activations block by block in the backward pass.
+    """
+
+    def mean_loss(trainable, frozen, images, labels, keys):
+        logits = models.apply(static, trainable, frozen, prepare(images, keys), keys, remat=remat)
+        return cross_entropy(logits, labels, label_smoothing).mean()
+
+    def train_step(state: TrainState, frozen: Mapping, batch: Mapping):
+        rows = batch["label"].shape[0]
+        keys = preprocess.example_keys(seed, state.step, jnp.arange(rows))
+        arguments = (batch["image"], batch["label"], keys)
+        if accumulation == 1:
+            loss, grads = jax.value_and_grad(mean_loss)(state.trainable, frozen, *arguments)
+        else:
+            # Part i takes rows i, i + accumulation, ...: each device's rows stay on it.
+            parts = jax.tree.map(lambda x: rearrange(x, "(b a) ... -> a b ...", a=accumulation), arguments)
+
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, jax.value_and_grad(mean_loss)(state.trainable, frozen, *part)), None
+
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), state.trainable))
+            total, _ = jax.lax.scan(add, zeros, parts)
+            loss, grads = jax.tree.map(lambda x: x / accumulation, total)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        trainable = optax.apply_updates(state.trainable, updates)
+        metrics = {"loss": loss, "learning_rate": schedule(state.step), "grad_norm": optax.global_norm(grads)}
+        metrics |= {f"grad_norm/{name}": norm for name, norm in component_norms(grads).items()}
+        return TrainState(state.step + 1, trainable, opt_state), metrics
+
+    return train_step
+
+
+def component_norms(grads: Mapping) -> dict[str, jax.Array]:
+    """The norm of the gradient of each component, over all its blocks."""
+    groups: dict[str, list] = {}
+    for path, leaf in trees.flatten(grads).items():
+        groups.setdefault(components.locate(path).component, []).append(leaf)
+    return {name: optax.global_norm(groups[name]) for name in components.COMPONENTS if name in groups}
+
+
+def make_evaluation_step(static, prepare: Callable) -> Callable:
+    """Returns ``evaluation_step(trainable, frozen, batch) -> batch of results``, one entry an example.
+
+    Results are "loss" float32 [b], "prediction" int32 [b], and the batch's own "label" and "mask", so that sums are
+    taken over real examples only, outside, in double precision.
+    """
+
+    def evaluation_step(trainable: Mapping, frozen: Mapping, batch: Mapping):
+        logits = models.apply(static, trainable, frozen, prepare(batch["image"]))
+        return {
+            "loss": cross_entropy(logits, batch["label"]),
+            "prediction": logits.argmax(-1).astype(jnp.int32),
+            "label": batch["label"],
+            "mask": batch["mask"],
+        }
+
+    return evaluation_step
