@@ -1,16 +1,20 @@
 """What all tests share: eight CPU devices, a small real config, one comparison of trees. Warnings: .pytest.ini."""
 
 import os
-
-# Before anything imports jax: the number of devices is read once.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-os.environ["VITPLAST_NO_REEXEC"] = "1"  # commands started by tests keep their process as it is
-
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Before anything imports jax: the number of devices is read once.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Tests compile the same small programs again and again; a worker keeps what it has compiled.
+_CACHE = tempfile.TemporaryDirectory(prefix="vitplast_jax_tests_")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["VITPLAST_NO_REEXEC"] = "1"  # commands started by tests keep their process as it is
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

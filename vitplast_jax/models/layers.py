@@ -73,12 +73,12 @@ class Attention(nnx.Module):
         self.out = Linear(d, d)
 
     def __call__(self, x):
-        q, k, v = rearrange(self.qkv(x), "... n (three h k) -> three ... h n k", three=3, h=self.heads)
+        q, k, v = rearrange(self.qkv(x), "... n (three h k) -> three ... n h k", three=3, h=self.heads)
         scale = q.shape[-1] ** -0.5
-        scores = jnp.einsum("...nk,...mk->...nm", q * scale, k, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("...nhk,...mhk->...hnm", q * scale, k, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("...nm,...mk->...nk", weights, v)
-        return self.out(rearrange(mixed, "... h n k -> ... n (h k)"))
+        mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
+        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))
 
 
 class Mlp(nnx.Module):

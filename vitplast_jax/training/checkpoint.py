@@ -50,8 +50,14 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike):
         folder = Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True)
-        self._latest = ocp.CheckpointManager(folder / "latest", options=options)
-        self._best = ocp.CheckpointManager(folder / "best", options=options)
+
+
+        def manager(name):
+            # Handlers are named so that what a checkpoint holds can be asked before it is read.
+            handlers = {"state": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}
+            return ocp.CheckpointManager(folder / name, item_handlers=handlers, options=options)
+
+        self._latest, self._best = manager("latest"), manager("best")
 
     def latest_step(self) -> int | None:
         return self._latest.latest_step()

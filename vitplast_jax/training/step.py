@@ -79,7 +79,7 @@ def make_train_step(
             loss, grads = jax.tree.map(lambda x: x / accumulation, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, updates)
-        metrics = {"loss": loss, "learning_rate": schedule(state.step), "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "learning_rate": schedule(state.step), "grad_norm": optax.tree.norm(grads)}
         metrics |= {f"grad_norm/{name}": norm for name, norm in component_norms(grads).items()}
         return TrainState(state.step + 1, trainable, opt_state), metrics
 
@@ -91,7 +91,7 @@ def component_norms(grads: Mapping) -> dict[str, jax.Array]:
     groups: dict[str, list] = {}
     for path, leaf in trees.flatten(grads).items():
         groups.setdefault(components.locate(path).component, []).append(leaf)
-    return {name: optax.global_norm(groups[name]) for name in components.COMPONENTS if name in groups}
+    return {name: optax.tree.norm(groups[name]) for name in components.COMPONENTS if name in groups}
 
 
 def make_evaluation_step(static, prepare: Callable) -> Callable:

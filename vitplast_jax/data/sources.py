@@ -1,0 +1,147 @@
+"""Which examples are there? `load(name, path, split)` -> a Source: images (or files), labels, class names, fingerprint.
+
+In: the name of a kind of source (digits, fashion_mnist, idx, npz, folder) and where it lies. Out: one split of it.
+Splits depend on `split_seed` alone, never on the seed of a run, so every run of a grid sees the same examples.
+
+How a split is made where the data brings none: numpy's RandomState(split_seed) permutes the examples, the first part
+stays, the last `share` is held out, and both lists of indices are sorted (ORACLES A3). Sets of fewer than
+`STRATIFY_BELOW` examples, and image folders, are split class by class, so that no class gets lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+
+import numpy as np
+
+from vitplast_jax.errors import UserError
+
+SPLITS = ("train", "validation", "test")
+TEST_SHARE = 0.2  # held out for the test where the data brings no test split
+STRATIFY_BELOW = 2000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """One split. Fixed-size sets have `images`, ragged ones `files`; the other is None."""
+
+    name: str
+    split: str
+    labels: np.ndarray  # int32 [n]
+    class_names: tuple[str, ...]
+    ids: tuple[str, ...]  # stable names of the examples, independent of where the data lies
+    images: np.ndarray | None = None  # uint8 [n, h, w, c], c 1 or 3
+    files: tuple[str, ...] | None = None
+    skipped: tuple[str, ...] = ()  # files left out because they cannot be read (policy "skip"), with the reason
+    ignored: tuple[str, ...] = ()  # files that are no images by their suffix
+    notes: tuple[str, ...] = ()  # what the user should know before a run
+    fingerprint: str = dataclasses.field(init=False)  # sha256 over ids, labels, class names and image bytes
+
+    def __post_init__(self):
+        digest = hashlib.sha256()
+        for part in (self.ids, self.class_names):
+            digest.update(json.dumps(part).encode())
+        digest.update(np.ascontiguousarray(self.labels, "<i4").tobytes())
+        if self.images is not None:
+            digest.update(repr(self.images.shape).encode())
+            digest.update(np.ascontiguousarray(self.images))
+        object.__setattr__(self, "fingerprint", digest.hexdigest())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def read(self, indices) -> np.ndarray:
+        """The images at `indices`, uint8 [b, h, w, c]; for fixed-size sets only."""
+        if self.images is None:
+            raise TypeError(f"{self.name} has images of different sizes; read them through the pipeline")
+        return self.images[indices]
+
+    def take(self, indices) -> Source:
+        """The same split restricted to `indices`, in their order."""
+        return dataclasses.replace(
+            self,
+            labels=self.labels[indices],
+            ids=tuple(self.ids[i] for i in indices),
+            images=None if self.images is None else self.images[indices],
+            files=None if self.files is None else tuple(self.files[i] for i in indices),
+        )
+
+
+def load(
+    name: str, path: str | None = None, split: str = "train", validation: float = 0.2, split_seed: int = 42
+) -> Source | None:
+    """Loads one split of a source.
+
+    Args:
+      name: digits, fashion_mnist, idx, npz or folder.
+      path: where it lies; digits need none, fashion_mnist has a default.
+      split: train, validation or test.
+      validation: share of the training examples held out as validation where the data brings no such split; 0 for none.
+      split_seed: of the permutation behind every split that the data does not bring.
+
+    Returns:
+      The split, or None where there is none (validation=0, or a set with its own splits that lacks this one).
+    """
+    from vitplast_jax.data import arrays, folder  # which import this module
+
+    loaders = {
+        "digits": arrays.load_digits,
+        "fashion_mnist": arrays.load_idx,
+        "folder": folder.load_folder,
+        "idx": arrays.load_idx,
+        "npz": arrays.load_npz,
+    }
+    if name not in loaders:
+        raise UserError(f"data.name is {name!r}, expected one of {', '.join(loaders)}")
+    if split not in SPLITS:
+        raise UserError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
+    if not 0 <= validation < 1:
+        raise UserError(f"data.validation is {validation}, expected a share from 0 to below 1")
+    source = loaders[name](name, None if path is None else os.fspath(path), split, validation, split_seed)
+    if source is not None and not len(source):
+        raise UserError(f"the {split} split of {name} ({path or 'built in'}) has no examples")
+    return source
+
+
+def hold_out(labels: np.ndarray, share: float, seed: int, stratified: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Splits range(n) into (kept, held out), both sorted; `share` of the examples (of each class) is held out.
+
+    Stratified: every class with at least 2 examples keeps one and gives one.
+    """
+    order = np.random.RandomState(seed).permutation(len(labels))
+    if share == 0:
+        return np.sort(order), order[:0]
+    if not stratified:
+        count = len(labels) - int((1 - share) * len(labels))
+        return np.sort(order[: len(labels) - count]), np.sort(order[len(labels) - count :])
+    kept, held = [], []
+    for label in np.unique(labels):
+        members = order[labels[order] == label]
+        count = int(round(share * len(members)))
+        if len(members) >= 2:
+            count = min(max(count, 1), len(members) - 1)
+        kept.append(members[: len(members) - count])
+        held.append(members[len(members) - count :])
+    return np.sort(np.concatenate(kept)), np.sort(np.concatenate(held))
+
+
+def split_indices(
+    labels: np.ndarray, split: str, validation: float, seed: int, test: float = 0.0, stratified: bool | None = None
+) -> np.ndarray | None:
+    """The sorted indices of one split of n examples: first `test` is held out, then `validation` of the rest."""
+    if stratified is None:
+        stratified = len(labels) < STRATIFY_BELOW
+    rest, tested = hold_out(labels, test, seed, stratified)
+    if split == "test":
+        return tested if test else None
+    kept, validated = hold_out(labels[rest], validation, seed, stratified)
+    if split == "train":
+        return rest[kept]
+    return rest[validated] if validation else None

@@ -1,0 +1,158 @@
+"""Measures the plasticity of every component of every block, its bounds, and recommends what to train.
+
+Example:
+  python -m vitplast_jax.measure --config configs/quickstart.py --workdir runs/measure
+  python -m vitplast_jax.measure --run runs/quickstart --workdir runs/after         (that run's best checkpoint)
+
+Compares images of the pretraining data (config.measure.x_name; else the sample shipped with the weights) with the test
+split of config.data. Prints the table and the ranking; writes plasticity.json, plasticity.csv and plasticity.png.
+"""
+
+from vitplast_jax import command
+
+FLAGS = (
+    command.Flag("config", "config file; :ARG is passed to its get_config", value="configs/X.py[:ARG]"),
+    command.Flag("run", "measure this run's best checkpoint instead of a config's start", value="DIR"),
+    command.Flag("workdir", "folder for the results", value="DIR", required=True),
+)
+
+
+def main(flags):
+    if bool(flags.config) == bool(flags.run):
+        raise command.UsageError(
+            "give either --config FILE (the weights it starts from) or --run DIR (what it trained)"
+        )
+    result = measure_config(flags.config) if flags.config else measure_run(flags.run)
+    save(result, flags.workdir)
+
+
+def measure_config(config) -> dict:
+    """The plasticity of the weights that a config starts from."""
+    from vitplast_jax import models, trees
+    from vitplast_jax.training.start import load_start
+
+    downstream = _downstream(config)
+    start = load_start(config, downstream.class_names)
+    model = models.build(start.spec, trees.map_paths(lambda _, leaf: _float32(leaf), start.params))
+    return _measure(model, config, downstream)
+
+
+def measure_run(folder) -> dict:
+    """The plasticity of a run's best checkpoint, with the data and the measure settings of its config."""
+    from vitplast_jax.training.run import load_run
+
+    run = load_run(folder)
+    return _measure(run.model, run.config, _downstream(run.config))
+
+
+def save(result: dict, workdir) -> None:
+    """Prints a result and writes its three files."""
+    from pathlib import Path
+
+    from vitplast_jax.errors import UserError
+    from vitplast_jax.plasticity.select import trainable_line
+    from vitplast_jax.reports import plots, tables
+    from vitplast_jax.training.checkpoint import write_json, write_text
+
+    print(describe(result))
+    print(f"\n{tables.plasticity_table(result)}\n")
+    for note in (result["notes"].get(key) for key in ("pairs", "excluded_pairs")):
+        if note:
+            print(f"note: {note}")
+    print(f"recommendation: {trainable_line(result['recommendation'])}")
+    print(f"  {result['recommendation']['reason']}")
+    folder = Path(workdir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "plasticity.json", result)
+        write_text(folder / "plasticity.csv", tables.csv_text(result["rows"]))
+        plots.plot_plasticity(result, folder / "plasticity.png")
+    except OSError as error:
+        raise UserError(f"--workdir {workdir} cannot be written ({error.strerror}); name another folder") from None
+    print(f"wrote {folder}/plasticity.json, plasticity.csv, plasticity.png")
+
+
+def describe(result: dict) -> str:
+    """One line: what was compared with what."""
+    images = f"{result['images_x']} pretraining images, {result['images_y']} downstream images"
+    return (
+        f"{result['model']}: {result['pairs']:,} {result['pairing']} pairs ({images}), "
+        f"protocol={result['protocol']}, inputs={result['inputs']}"
+    )
+
+
+def _measure(model, config, downstream) -> dict:
+    from vitplast_jax.plasticity import measure
+
+    settings = config.measure
+    return measure(
+        model,
+        _pretraining(config),
+        downstream,
+        protocol=settings.protocol,
+        inputs=settings.inputs,
+        pairing=settings.pairing,
+        pairs=settings.pairs,
+        images=settings.images,
+        batch_size=settings.batch_size,
+        seed=config.seed,
+        progress=True,
+    )
+
+
+def _downstream(config):
+    from vitplast_jax.data import sources
+    from vitplast_jax.errors import UserError
+
+    data = config.data
+    source = sources.load(data.name, data.path or None, "test", data.validation, data.split_seed)
+    if source is None:
+        raise UserError(f"config.data: {data.name} {data.path} has no test split, whose images are compared")
+    return source
+
+
+def _pretraining(config):
+    """Images of the pretraining data: a source, or the sample that ships beside the weights (NAME.sample.npz)."""
+    import os
+
+    from vitplast_jax.data import sources
+    from vitplast_jax.errors import UserError
+
+    settings = config.measure
+    if settings.x_name:
+        return sources.load(settings.x_name, settings.x_path or None, "train", validation=0)
+    hint = "say which pretraining images to compare with: --config.measure.x_name=NAME --config.measure.x_path=PATH"
+    if not config.weights:
+        raise UserError(f"config.weights is empty, so no sample of pretraining images comes with them; {hint}")
+    from vitplast_jax.weights.convert import resolve
+
+    path = os.fspath(resolve(config.weights))
+    sample = os.path.splitext(path)[0] + ".sample.npz"
+    if not os.path.isfile(sample):
+        raise UserError(f"{config.weights} ships no sample of its pretraining images ({sample}); {hint}")
+    return _read_sample(sample)
+
+
+def _read_sample(path: str):
+    import zipfile
+
+    import numpy as np
+
+    from vitplast_jax.errors import UserError
+
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images = arrays["images"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not an npz with an array 'images' ({error}); install vitplast_jax again") from None
+    return images
+
+
+def _float32(leaf):
+    import jax.numpy as jnp
+
+    return jnp.asarray(leaf, jnp.float32)
+
+
+if __name__ == "__main__":
+    command.run(main, __doc__, FLAGS)

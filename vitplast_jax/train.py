@@ -1,0 +1,55 @@
+"""Finetunes (or pretrains) a Vision Transformer: trains the components that `trainable` names, keeps the rest frozen.
+
+Example:
+  python -m vitplast_jax.train --config configs/quickstart.py --workdir runs/quickstart --config.trainable=mha,fc1@0-2
+
+The same command continues a run that was stopped. The folder then holds config.json, metrics.jsonl, results.json, the
+curves as a PNG, and checkpoints/ (latest and best).
+"""
+
+from vitplast_jax import command
+
+FLAGS = (
+    command.CONFIG,
+    command.WORKDIR,
+    command.Flag("overwrite", "discard the run that the workdir holds", default=False),
+)
+
+
+def main(flags):
+    from vitplast_jax.training.loop import train_and_evaluate
+
+    results = train_and_evaluate(flags.config, flags.workdir, overwrite=flags.overwrite)
+    report(results, flags.workdir)
+
+
+def report(results: dict, workdir) -> None:
+    """Draws the curves and prints the summary line."""
+    from pathlib import Path
+
+    import jax
+
+    from vitplast_jax.reports import plots
+
+    if jax.process_index():
+        return
+    folder, counted = Path(workdir), results["parameters"]
+    trained = ", ".join(results["trainable"])
+    plots.plot_curves(
+        folder / "metrics.jsonl", folder / "curves.png", title=f"{results['protocol']['data']}: {trained}"
+    )
+    split = "test" if results["test"] else "validation"
+    measured = (
+        f"{split} accuracy {results[split]['accuracy']:.2%} on {results[split]['count']:,} images"
+        if results[split]
+        else "no test or validation data"
+    )
+    print(
+        f"{measured} (step {results['best_step']}); trained {trained}: {counted['trainable']:,} of {counted['total']:,} "
+        f"parameters in {results['seconds']:.0f} s"
+    )
+    print(f"wrote {folder}/results.json, metrics.jsonl, curves.png, checkpoints/")
+
+
+if __name__ == "__main__":
+    command.run(main, __doc__, FLAGS)

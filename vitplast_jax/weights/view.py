@@ -1,0 +1,104 @@
+"""Which tensors of a file are which, once its naming is known?
+
+In: a file's tensors by its own names. Out: a `View`, which finds the dialect, cuts prefixes and reads by our paths.
+"""
+
+import re
+
+import numpy as np
+
+from vitplast_jax.errors import UserError
+from vitplast_jax.weights.dialects import DIALECTS
+
+PREFIXES = (
+    *("module.", "_orig_mod.", "backbone.", "model.", "encoder.", "teacher.", "student.", "net.", "trunk.", "visual."),
+    *("params/img/", "params/", "opt/target/"),
+)
+# What stands beside a backbone in training checkpoints and belongs to the training alone.
+BESIDE = (r"(module\.)?(head|dino_head|ibot_head)\.(mlp|last_layer)\b.*", r"opt/state/.*")
+
+
+class View:
+    """A file's tensors through its dialect. `tensors`: by the table's names; `prefix`: what was cut off them all;
+    `ignored`: the names that were left out; `original`: table name -> the file's name; `pool`: "token" or "avg"."""
+
+    def __init__(self, tensors, source):
+        beside = [name for name in tensors if _matches(name, BESIDE)]
+        kept = {name: name for name in tensors if name not in set(beside)} or {name: name for name in tensors}
+        beside = [name for name in beside if name not in kept]
+        self.prefix = ""
+        while shared := next((p for p in PREFIXES if kept and all(name.startswith(p) for name in kept)), None):
+            kept = {name.removeprefix(shared): original for name, original in kept.items()}
+            self.prefix += shared
+        kept, arrays = _unstack(kept, tensors)
+        self.dialect, self.original = _detect(kept, source)
+        self.tensors = {name: arrays[original] for name, original in self.original.items()}
+        left_out = [name for name in self.tensors if _matches(name, self.dialect.ignored)]
+        self.dropped = {name: self.tensors.pop(name) for name in left_out}
+        self.ignored = beside + [self.original[name] for name in left_out]
+        avg = [rule for rule in self.dialect.rules if rule.path == "norm/scale" and rule.pool == "avg"]
+        self.pool = "avg" if any(rule.names[0] in self.tensors for rule in avg) else "token"
+
+    def rule(self, path):
+        """The rule that fills a path, or None."""
+        for rule in self.dialect.rules_for(path, self.pool):
+            if all(name is None or name in self.tensors for name in rule.names):
+                return rule
+        return None
+
+    def has(self, path):
+        return self.rule(path) is not None
+
+    def read(self, path):
+        """The path's array in our layout, a view of the file where no parts had to be joined."""
+        rule = self.rule(path)
+        first = self.tensors[next(name for name in rule.names if name)]
+        arrays = [np.zeros_like(first) if name is None else self.tensors[name] for name in rule.names]
+        for name, array in zip(rule.names, arrays, strict=True):
+            if rule.layout.rank is not None and array.ndim != rule.layout.rank:
+                raise ShapeError(f"{path}: {name} has shape {array.shape}, expected {rule.layout.rank} axes")
+        try:
+            return rule.layout.read(*arrays)
+        except ValueError:
+            shapes = ", ".join(f"{n} {a.shape}" for n, a in zip(rule.names, arrays, strict=True) if n)
+            raise ShapeError(f"{path}: its parts do not fit each other: {shapes}") from None
+
+
+class ShapeError(Exception):
+    """A tensor whose shape cannot be brought to our layout; becomes part of the one error of a conversion."""
+
+
+def _matches(name, patterns):
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _unstack(names, tensors):
+    """Blocks that were scanned over stand in one array [depth, ...]: one name and view for each of them."""
+    arrays, result = dict(tensors), {}
+    for name, original in names.items():
+        if not name.startswith("Transformer/encoderblock/") or tensors[original].ndim == 0:
+            result[name] = original
+            continue
+        for index, part in enumerate(np.asarray(tensors[original])):
+            arrays[f"{original}[{index}]"] = part
+            result[name.replace("encoderblock/", f"encoderblock_{index}/", 1)] = f"{original}[{index}]"
+    return result, arrays
+
+
+def _detect(names, source):
+    """(the dialect whose marks are all among the names, table name -> the file's name)."""
+    for dialect in DIALECTS:
+        renamed = {}
+        for name, original in names.items():
+            new = name
+            for pattern, replacement in dialect.renames:
+                new = re.sub(pattern, replacement, new)
+            renamed[new] = original
+        # Marks are looked for before and after: chunks show in the old names, prefixes are gone in the new.
+        if all(any(re.fullmatch(mark, name) for name in (*renamed, *names)) for mark in dialect.marks):
+            if len(renamed) != len(names):
+                raise UserError(f"{source}: two tensors have the same name once brought to {dialect.name}'s naming")
+            return dialect, renamed
+    examples = ", ".join(list(names)[:5])
+    known = ", ".join(dialect.name for dialect in DIALECTS)
+    raise UserError(f"{source}: its names belong to no ViT naming that is known ({known}); e.g. {examples}")
