@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vitplast_jax import models, sharding
-from vitplast_jax.data import pipeline, preprocess, sources
+from vitplast_jax.data import decode, pipeline, preprocess, sources
 from vitplast_jax.errors import UserError
 
 
@@ -26,13 +26,14 @@ def load_split(config, split: str):
     """One split of the config's data, or None where there is none."""
     if not config.data.name:
         raise UserError("config.data.name is empty: name the data (digits, fashion_mnist, folder, npz, idx)")
-    return sources.load(
+    source = sources.load(
         config.data.name,
         config.data.path or None,
         split,
         validation=config.data.validation,
         split_seed=config.data.split_seed,
     )
+    return decode.check(source, config.data.unreadable, config.data.threads)
 
 
 def with_labels_of(source, class_names: Sequence[str]):
@@ -53,13 +54,18 @@ def with_labels_of(source, class_names: Sequence[str]):
     return dataclasses.replace(source, labels=to[source.labels], class_names=tuple(class_names))
 
 
+def augmentation_of(config) -> preprocess.Augmentation:
+    """What the config does to training images at random."""
+    data = config.data
+    crop = tuple(data.crop_scale) or None
+    return preprocess.Augmentation(crop, tuple(data.crop_ratio), data.shift, data.flip, data.interpolation)
+
+
 def make_training_preparation(config, spec: models.ViTSpec, source):
     """Returns ``(uint8 images, keys) -> images``: augmentation and normalisation, inside the compiled step."""
-    # Of ragged sets the host has already cropped and resized.
-    crop = tuple(config.data.crop_scale) if config.data.crop_scale and source.images is not None else None
-    augmentation = preprocess.Augmentation(
-        crop, tuple(config.data.crop_ratio), config.data.shift, config.data.flip, config.data.interpolation
-    )
+    augmentation = augmentation_of(config)
+    if source.images is None:
+        augmentation = augmentation.after_host()
 
     def prepare(images, keys):
         images = preprocess.augment(images, keys, spec.img_size, augmentation)
@@ -81,16 +87,13 @@ def make_evaluation_preparation(spec: models.ViTSpec, compute_dtype: str, ragged
 
 def training_batches(config, source, size, mesh, first: int):
     """Batches on the devices, from step ``first`` on."""
-    augmentation = preprocess.Augmentation(
-        tuple(config.data.crop_scale) or None, tuple(config.data.crop_ratio), interpolation=config.data.interpolation
-    )
     batches = pipeline.train_batches(
         source,
         config.batch_size,
         config.seed,
         start=first,
         size=size,
-        augmentation=augmentation,
+        augmentation=augmentation_of(config),
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         threads=config.data.threads,

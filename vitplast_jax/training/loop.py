@@ -63,7 +63,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     if (workdir / "results.json").exists() and continues:
         say(f"{workdir} holds the finished run; nothing to do")
         return json.loads((workdir / "results.json").read_text())
-    for note in start.notes:
+    for note in (*start.notes, *data_notes(data)):
         say(note)
     say_what_trains(spec, start.params, mask)
 
@@ -172,6 +172,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         "parameters": count_parameters(start.params, mask),
         "protocol": describe_protocol(config, spec),
         "data_fingerprint": facts["data_fingerprint"],
+        "unreadable": {split: len(source.skipped) for split, source in data.items() if source is not None},
         "seconds": round(earlier + time.monotonic() - began, 2),
         "compilations": {"train": compilations, "evaluate": evaluator.compilations},
     }
@@ -187,6 +188,18 @@ def say(text: str):
     """One line to the user, once however many processes there are."""
     if jax.process_index() == 0:
         tqdm.write(text)
+
+
+def data_notes(data: Mapping) -> list[str]:
+    """What a reader should know of the data: classes that are absent, files left out."""
+    present = {split: source for split, source in data.items() if source is not None}
+    notes = [f"{split}: {note}" for split, source in present.items() for note in source.notes]
+    for split, source in present.items():
+        notes += [f"{split}: left out {line}" for line in source.skipped[:5]]
+        if len(source.skipped) > 5:
+            notes.append(f"{split}: and {len(source.skipped) - 5} more unreadable files left out")
+    sizes = ", ".join(f"{len(source):,} {split}" for split, source in present.items())
+    return [f"data: {sizes} images, {len(present['train'].class_names)} classes", *notes]
 
 
 def count_parameters(params: Mapping, mask: Mapping) -> dict[str, int]:

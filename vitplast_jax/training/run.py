@@ -97,8 +97,8 @@ def _check_same(old: Mapping, new: Mapping, workdir: Path):
         shown = "; ".join(f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys[:5])
         more = f"; and {len(keys) - 5} more" if len(keys) > 5 else ""
         raise UserError(
-            f"{workdir} holds another run: {shown}{more}. Take another --workdir, or --overwrite to discard that run; "
-            f"to start from its result: --config.weights={workdir}"
+            f"{workdir} holds another run: {shown}{more}. Take another --workdir, or --overwrite to discard that run "
+            "(tools/convert_checkpoint.py export keeps its result as weights to start from)"
         )
 
 
