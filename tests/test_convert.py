@@ -226,7 +226,7 @@ def test_same_number_of_classes_keeps_the_head():
 def test_no_classes_no_head():
     model = convert.load_model(goldens.FILES["token"], model=goldens.SPECS["token"], num_classes=0)
     assert "head" not in models.parameters(model)
-    assert model(goldens.images((1, 16, 16, 3))).shape == (1, 16)
+    assert goldens.answer(model, goldens.images((1, 16, 16, 3))).shape == (1, 16)
 
 
 def test_head_of_another_size_is_an_error_unless_asked(tmp_path):
@@ -270,7 +270,7 @@ def test_registers_whose_positions_are_only_the_class_tokens(tmp_path):
     model = convert.load_model(path, model=goldens.SPECS["registers"])
     assert goldens.difference(model, "registers") < 1e-5
     bigger = convert.load_model(path, model=goldens.SPECS["registers"], img_size=24)
-    assert bigger(goldens.images((1, 24, 24, 3))).shape == (1, 7)
+    assert goldens.answer(bigger, goldens.images((1, 24, 24, 3))).shape == (1, 7)
     seen = view.View(readers.read_tensors(path), path)
     spec, positions = structure.infer(seen, {"heads": 2}, path)
     assert (spec.pos_prefix, positions.prefix, spec.img_size) == (False, 1, (16, 16))
@@ -281,14 +281,13 @@ def test_class_token_without_a_position_row(tmp_path):
     state, spec = tensors_of("token"), goldens.SPECS["token"]
     zeroed = state | {"pos_embed": np.concatenate([np.zeros((1, 1, 16), np.float32), state["pos_embed"][:, 1:]], 1)}
     shorter = state | {"pos_embed": np.ascontiguousarray(state["pos_embed"][:, 1:])}
-    images = goldens.images((2, 16, 16, 3))
     for size in (16, (24, 12)):
         a = convert.load_model(written(zeroed, tmp_path / "a.safetensors"), model=spec, img_size=size)
         b = convert.load_model(
             written(shorter, tmp_path / "b.safetensors"), model=specs.replace(spec, pos_prefix=False), img_size=size
         )
         images = goldens.images((2, *a.spec.img_size, 3))
-        np.testing.assert_allclose(a(images), b(images), atol=1e-6)
+        np.testing.assert_allclose(goldens.answer(a, images), goldens.answer(b, images), atol=1e-6)
 
 
 def test_position_rows_that_fit_no_grid(tmp_path):
@@ -326,7 +325,8 @@ def test_layer_scale_counts(tmp_path):
     ones = {name: np.ones_like(a) if "gamma" in name else a for name, a in state.items()}
     without = convert.load_model(written(ones, tmp_path / "a.safetensors"), model=spec)
     images = goldens.images((2, 16, 16, 3))
-    assert np.abs(model(images) - without(images)).max() > 0.1
+    ours = goldens.answer(model, images)
+    assert np.abs(ours - goldens.answer(without, images)).max() > 0.1
     # The same numbers where the gammas are multiplied into the layers before them.
     folded = {name: a for name, a in state.items() if "gamma" not in name}
     for i in range(2):
@@ -335,7 +335,7 @@ def test_layer_scale_counts(tmp_path):
             folded[f"blocks.{i}.{layer}.weight"] = state[f"blocks.{i}.{layer}.weight"] * gamma[:, None]
             folded[f"blocks.{i}.{layer}.bias"] = state[f"blocks.{i}.{layer}.bias"] * gamma
     plain = convert.load_model(written(folded, tmp_path / "b.safetensors"), model=specs.replace(spec, layer_scale=None))
-    np.testing.assert_allclose(model(images), plain(images), atol=2e-5)
+    np.testing.assert_allclose(ours, goldens.answer(plain, images), atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------------------- strictness
@@ -361,6 +361,16 @@ def test_all_errors_at_once_at_most_five_a_side(tmp_path):
     assert "12 missing: blocks/1/" in text and text.count("blocks/1/") == 5
     assert "7 unused: more.0, more.1, more.2, more.3, more.4, ..." in text
     assert "norm/scale (norm.weight) has dtype int32" in text and "norm/bias (norm.bias) holds NaN" in text
+
+
+def test_heads_that_the_source_keeps_apart_are_checked(tmp_path):
+    """[16, 2, 8] and [16, 8, 2] flatten to the same shape, with other heads."""
+    state = tensors_of("jax")
+    name = "Transformer/encoderblock_1/MultiHeadDotProductAttention_1/out/kernel"
+    state[name] = state[name].reshape(8, 2, 16)
+    np.savez(tmp_path / "a.npz", **state)
+    with pytest.raises(UserError, match="blocks/1/attn/out/kernel .* is for 8 heads, the model has 2"):
+        loaded(tmp_path / "a.npz", goldens.SPECS["jax"])
 
 
 @pytest.mark.parametrize("name", ["registers", "jax"])
@@ -610,8 +620,7 @@ def test_vit_base_against_timm(size, tmp_path):
     images = goldens.images((1, *spec.img_size, 3))
     with torch.no_grad():
         expected = peer(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
-    with jax.default_matmul_precision("highest"):
-        ours = np.asarray(models.build(spec, tree)(images))
+    ours = goldens.answer(models.build(spec, tree), images)
     assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
     export.save_timm(tree, spec, tmp_path / "again.safetensors")
     peer.load_state_dict(safetensors.load_file(tmp_path / "again.safetensors"), strict=True)
@@ -635,8 +644,7 @@ def test_full_width_against_transformers(tmp_path):
     images = goldens.images((1, 224, 224, 3))
     with torch.no_grad():
         expected = peer(torch.from_numpy(images).permute(0, 3, 1, 2)).logits.numpy()
-    with jax.default_matmul_precision("highest"):
-        ours = np.asarray(models.build(spec, tree)(images))
+    ours = goldens.answer(models.build(spec, tree), images)
     assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
     export.save_hf(tree, spec, tmp_path / "again")
     again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "again").eval()

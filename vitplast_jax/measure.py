@@ -22,6 +22,7 @@ def main(flags):
         raise command.UsageError(
             "give either --config FILE (the weights it starts from) or --run DIR (what it trained)"
         )
+    _check_writable(flags.workdir)
     result = measure_config(flags.config) if flags.config else measure_run(flags.run)
     save(result, flags.workdir)
 
@@ -79,6 +80,20 @@ def describe(result: dict) -> str:
         f"{result['model']}: {result['pairs']:,} {result['pairing']} pairs ({images}), "
         f"protocol={result['protocol']}, inputs={result['inputs']}"
     )
+
+
+def _check_writable(workdir) -> None:
+    """Says before the measurement, not after it, that its results could not be kept."""
+    import os
+    from pathlib import Path
+
+    from vitplast_jax.errors import UserError
+
+    folder = Path(workdir).absolute()
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "cannot be written" if existing.is_dir() else "is a file"
+        raise UserError(f"--workdir {workdir}: {existing} {reason}; name another folder")
 
 
 def _measure(model, config, downstream) -> dict:

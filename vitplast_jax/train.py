@@ -45,8 +45,8 @@ def report(results: dict, workdir) -> None:
         else "no test or validation data"
     )
     print(
-        f"{measured} (step {results['best_step']}); trained {trained}: {counted['trainable']:,} of {counted['total']:,} "
-        f"parameters in {results['seconds']:.0f} s"
+        f"{measured} (step {results['best_step']}); trained {trained}: "
+        f"{counted['trainable']:,} of {counted['total']:,} parameters in {results['seconds']:.0f} s"
     )
     print(f"wrote {folder}/results.json, metrics.jsonl, curves.png, checkpoints/")
 

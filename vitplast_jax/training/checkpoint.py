@@ -51,7 +51,6 @@ class Checkpoints:
         folder = Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True)
 
-
         def manager(name):
             # Handlers are named so that what a checkpoint holds can be asked before it is read.
             handlers = {"state": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()}

@@ -26,7 +26,7 @@ def make_optimizer(config, trainable: Mapping, depth: int) -> tuple[optax.Gradie
     """Builds the optimizer for a tree of trainable parameters.
 
     Clipping is by the global norm over the trainable leaves. Weight decay is AdamW's decoupled one (Loshchilov and
-    Hutter, arXiv 1711.05101), or with SGD an L2 term added to the gradient before the momentum, as in ``torch.optim.SGD``; by
+    Hutter, arXiv 1711.05101), or with SGD an L2 term added to the gradient before the momentum, as in torch's SGD; by
     default it acts on kernels only, not on biases, norms, scales and tokens.
 
     Args:

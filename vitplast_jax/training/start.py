@@ -44,22 +44,17 @@ def load_start(config, class_names: Sequence[str]) -> Start:
 
     from vitplast_jax.weights import convert
 
-    loaded = convert.load(config.weights, model=config.model or None, num_classes=0, img_size=size)
+    keeps_head = convert.class_names(config.weights) == tuple(class_names)
+    kept = num_classes if keeps_head else 0
+    loaded = convert.load(config.weights, model=config.model or None, num_classes=kept, img_size=size)
     spec = specs.replace(loaded.spec, num_classes=num_classes)
-    notes = list(loaded.notes)
-    if tuple(loaded.class_names) == tuple(class_names):
-        whole = convert.load(config.weights, model=config.model or None, img_size=size)
-        head = {path: leaf for path, leaf in trees.flatten(whole.params).items() if path.startswith("head/")}
-    else:
-        shapes = trees.flatten(models.abstract_parameters(spec))
-        head = {
-            path: vit.initial_value(path, leaf.shape, config.seed, spec)
-            for path, leaf in shapes.items()
-            if path.startswith("head/")
-        }
+    notes, flat = list(loaded.notes), trees.flatten(loaded.params)
+    if not keeps_head:
+        for path, leaf in trees.flatten(models.abstract_parameters(spec)).items():
+            if path.startswith("head/"):
+                flat[path] = vit.initial_value(path, leaf.shape, config.seed, spec)
         notes.append(f"new head for {num_classes} classes")
-    params = trees.unflatten(trees.flatten(loaded.params) | head)
-    return Start(_with_settings(spec, config), params, loaded.identity, tuple(notes))
+    return Start(_with_settings(spec, config), trees.unflatten(flat), loaded.identity, tuple(notes))
 
 
 def base_parameters(config, spec: models.ViTSpec, class_names: Sequence[str], identity: Mapping) -> trees.Tree:

@@ -21,7 +21,7 @@ from vitplast_jax.weights import places, readers, resize, structure, view
 from vitplast_jax.weights.places import identity, resolve
 from vitplast_jax.weights.report import Problems, Report
 
-__all__ = ["Loaded", "Report", "identity", "load", "load_model", "load_tree", "resolve"]
+__all__ = ["Loaded", "Report", "class_names", "identity", "load", "load_model", "load_tree", "resolve"]
 
 logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"  # the Orbax checkpoint in a folder of ours, beside model.json
@@ -76,6 +76,9 @@ def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=Fa
         if where == "pos_embed":
             array = _fitted_positions(array, positions, file_spec, target, notes)
         _check(where, rule, array, leaf.shape, problems)
+        heads = seen.heads(where)
+        if heads not in (None, target.heads):
+            problems.shapes.append(f"{where} ({rule.names[0]}) is for {heads} heads, the model has {target.heads}")
         filled[where] = array
     if new_head or not target.num_classes:
         used.update(name for name in seen.tensors if _is_head(seen, name))
@@ -118,6 +121,13 @@ def load(source, model=None, num_classes=None, img_size=None, seed=0, ema=False)
     """`load_tree` together with the identity of the source's bytes, as `Loaded`."""
     spec, params, report = load_tree(source, model, num_classes, img_size, seed, ema)
     return Loaded(spec, params, report.class_names or (), report.notes, identity(source))
+
+
+def class_names(source):
+    """The class names that a source of weights carries, () where it carries none."""
+    path = resolve(source)
+    metadata = {} if os.path.isdir(path) else readers.read_tensors(path).metadata
+    return places.describe(path, metadata).class_names or ()
 
 
 def load_model(source, num_classes=None, img_size=None, seed=0, model=None, ema=False):
@@ -230,9 +240,14 @@ def _check(where, rule, array, shape, problems):
         problems.shapes.append(f"{named} is {list(array.shape)}, the model's {list(shape)}")
     elif array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         problems.values.append(f"{named} has dtype {array.dtype}, expected a float type")
-    # A sum is finite unless a value is not (or values are absurdly large): one pass, no copy.
-    elif not math.isfinite(float(np.sum(array, dtype=np.float64))):
+    elif not _finite(array):
         problems.values.append(f"{named} holds NaN or infinity")
+
+
+def _finite(array):
+    """One pass and no copy: a sum is finite unless a value is not (no sum of float32 leaves float64)."""
+    with np.errstate(all="ignore"):
+        return math.isfinite(float(np.sum(array, dtype=np.float64))) or bool(np.isfinite(array).all())
 
 
 def _check_pre_logits(seen, target, new_head, filled, source, notes):

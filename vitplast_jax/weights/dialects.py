@@ -14,11 +14,13 @@ from einops import rearrange
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """`rank` of the source's arrays; `read`: its arrays -> ours; `write`: ours, how many arrays -> its arrays."""
+    """`rank` of the source's arrays; `read`: its arrays -> ours; `write`: ours, how many arrays -> its arrays.
+    `heads_axis`: the axis that counts heads, where the source keeps them apart."""
 
     rank: int | None
     read: Callable
     write: Callable | None = None
+    heads_axis: int | None = None
 
 
 SAME = Layout(None, lambda x: x, lambda x, _: [x])
@@ -31,9 +33,9 @@ CONV = Layout(
 JOINED_LINEAR = Layout(2, lambda *x: np.concatenate(x, 0).T, lambda x, n: np.split(x.T, n, 0))
 JOINED_BIAS = Layout(1, lambda *x: np.concatenate(x, 0), lambda x, n: np.split(x, n, 0))
 # The original JAX code keeps heads apart: [d, heads, head width].
-JAX_QKV = Layout(3, lambda *x: np.concatenate([rearrange(part, "d h k -> d (h k)") for part in x], 1))
-JAX_QKV_BIAS = Layout(2, lambda *x: np.concatenate([part.reshape(-1) for part in x], 0))
-JAX_OUT = Layout(3, lambda x: rearrange(x, "h k d -> (h k) d"))
+JAX_QKV = Layout(3, lambda *x: np.concatenate([rearrange(w, "d h k -> d (h k)") for w in x], 1), heads_axis=1)
+JAX_QKV_BIAS = Layout(2, lambda *x: np.concatenate([rearrange(b, "h k -> (h k)") for b in x], 0), heads_axis=0)
+JAX_OUT = Layout(3, lambda x: rearrange(x, "h k d -> (h k) d"), heads_axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

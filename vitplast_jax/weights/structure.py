@@ -100,8 +100,8 @@ def _numerics(fields, view, source):
 def _heads(view, width):
     """From the JAX code's kernels, which keep heads apart, or from the known models of this width."""
     rule = view.rule("blocks/0/attn/qkv/kernel")
-    if rule and rule.layout.rank == 3:
-        return view.tensors[rule.names[0]].shape[1]
+    if rule and rule.layout.heads_axis is not None and view.tensors[rule.names[0]].ndim == rule.layout.rank:
+        return view.tensors[rule.names[0]].shape[rule.layout.heads_axis]
     found = {size.heads for size in specs.SIZES.values() if size.width == width}
     return found.pop() if len(found) == 1 else None
 

@@ -49,6 +49,12 @@ class View:
     def has(self, path):
         return self.rule(path) is not None
 
+    def heads(self, path):
+        """How many heads the path's array is for, where the source keeps them apart; else None."""
+        rule = self.rule(path)
+        axis = rule.layout.heads_axis
+        return None if axis is None else self.tensors[rule.names[0]].shape[axis]
+
     def read(self, path):
         """The path's array in our layout, a view of the file where no parts had to be joined."""
         rule = self.rule(path)
@@ -57,11 +63,10 @@ class View:
         for name, array in zip(rule.names, arrays, strict=True):
             if rule.layout.rank is not None and array.ndim != rule.layout.rank:
                 raise ShapeError(f"{path}: {name} has shape {array.shape}, expected {rule.layout.rank} axes")
-        try:
-            return rule.layout.read(*arrays)
-        except ValueError:
+        if len({array.shape for array in arrays}) > 1:
             shapes = ", ".join(f"{n} {a.shape}" for n, a in zip(rule.names, arrays, strict=True) if n)
-            raise ShapeError(f"{path}: its parts do not fit each other: {shapes}") from None
+            raise ShapeError(f"{path}: its parts do not fit each other: {shapes}")
+        return rule.layout.read(*arrays)
 
 
 class ShapeError(Exception):
