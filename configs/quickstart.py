@@ -25,4 +25,6 @@ def get_config(components="mha"):
     config.learning_rate = 3e-3
     config.eval_every = 100
     config.checkpoint_every = 100
+    config.measure.protocol = "reference"
+    config.measure.images = 512
     return config

@@ -168,8 +168,9 @@ def choose(n_x, n_y, **changes):
 def test_choosing_pairs():
     x, y = choose(10, 6)
     assert len(x) == len(y) == 6 and len(set(x)) == len(set(y)) == 6
+    x, y = choose(10, 10)
     assert x.tolist() != y.tolist()  # two orders: one set given twice is not compared with itself
-    assert choose(10, 6, seed=1)[0].tolist() != x.tolist()
+    assert choose(10, 10, seed=1)[0].tolist() != x.tolist()
     x, y = choose(10, 6, protocol="reference")
     assert x.tolist() == y.tolist() == list(range(6))
     x, y = choose(10, 6, protocol="reference", pairs=12)  # the loader drops the incomplete batch of 4 and starts again
@@ -193,6 +194,23 @@ def test_uint8_images_are_normalised_as_the_protocol_says(model):
             found = measure(models.build(spec, models.parameters(model)), x, y, protocol=name)
         for one, other in zip(found["rows"], expected["rows"], strict=True):
             assert one["mean"] == pytest.approx(other["mean"], rel=1e-4)
+
+
+def test_files_are_read_like_arrays(model, tmp_path):
+    from PIL import Image
+
+    from vitplast_jax.data.sources import Source
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(0, 256, (4, 8, 8, 3), dtype=np.uint8) for _ in range(2))
+    files = tuple(str(tmp_path / f"{i}.png") for i in range(4))
+    for image, file in zip(x, files, strict=True):
+        Image.fromarray(image).save(file)
+    labels = np.zeros(4, np.int32)
+    source = Source("folder", "test", labels, ("a",), tuple("0123"), files=files)
+    found, expected = (measure(model, side, y, protocol="reference", batch_size=3) for side in (source, x))
+    for one, other in zip(found["rows"], expected["rows"], strict=True):
+        assert one["mean"] == pytest.approx(other["mean"], rel=1e-5)
 
 
 def test_equal_images_are_left_out_and_said(model):

@@ -231,3 +231,11 @@ def test_specs_travel_through_json():
     assert spec.preprocessing.mean == specs.IMAGENET[0]
     assert specs.spec("vit_base_patch16_224").preprocessing.mean == (0.5, 0.5, 0.5)
     assert specs.spec("vit_base_patch16_224.something_new").preprocessing is None
+
+
+def test_no_draw_of_the_model_is_one_of_the_data():
+    from vitplast_jax.data import preprocess
+
+    blocks = models.create_model(SMALL).blocks
+    places = [layers.FIRST_PLACE] + [block.first_place + draw for block in blocks for draw in range(5)]
+    assert len({*places, preprocess.CROP_FOLD, preprocess.FLIP_FOLD, preprocess.SHIFT_FOLD}) == len(places) + 3

@@ -9,7 +9,9 @@ ROWS = [{"name": "mha", "mean": 1.25, "count": 37248}, {"name": "fc1", "mean": N
 
 
 def test_text_table_is_aligned():
-    assert tables.text_table(ROWS) == ("name  mean   count\n----  ----  ------\nmha   1.25  37,248\nfc1      -       5")
+    assert tables.text_table(ROWS) == (
+        "name   mean   count\n----  -----  ------\nmha   1.250  37,248\nfc1       -       5"
+    )
 
 
 def test_text_table_of_nothing_has_its_header():
@@ -31,5 +33,5 @@ def test_csv_keeps_every_digit_and_flattens():
 
 
 def test_numbers_for_people():
-    found = [tables.format_cell(v) for v in (0.0, 1e-5, 0.123456, 12345.6, 1e9, 1234567, None, True, "x")]
-    assert found == ["0", "1.000e-05", "0.1235", "12346", "1.000e+09", "1,234,567", "-", "True", "x"]
+    found = [tables.format_cell(v) for v in (0.0, 1e-5, 0.123456, 1234.4, 12345.6, 1e9, 1234567, None, True, "x")]
+    assert found == ["0", "1.000e-05", "0.1235", "1234", "12346", "1.000e+09", "1,234,567", "-", "True", "x"]

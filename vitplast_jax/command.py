@@ -198,16 +198,19 @@ def run(
     """A command from its first argument to its exit status; never returns."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = (*flags, DEBUG)
-    if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
-        print(help_text(doc, flags))
-        sys.exit(0)
     debug = any(argument.lstrip("-").startswith("debug") for argument in arguments)
     try:
+        if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
+            print(help_text(doc, flags), flush=True)
+            sys.exit(0)
         if argv is None:
             _with_huge_pages()
         values = parse(arguments, flags)
         absl_flags.FLAGS.mark_as_parsed()  # Grain reads its own flags and insists that somebody has parsed them
         main(values)
+    except BrokenPipeError:  # the reader, as in `| head`, has seen enough; Python must not flush once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except KeyboardInterrupt:
         print("stopped; the same command continues", file=sys.stderr)
         sys.exit(130)

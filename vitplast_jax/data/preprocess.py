@@ -6,7 +6,8 @@ weight matrices [b, H, h] and [b, W, w]: exact at the border of a crop, where `j
 read beyond it, and cheap where images are small.
 
 Random draws (decision 7): an example's key is key(seed) folded with the step, then with its place in the global batch;
-folded again with 0 it draws the crop, with 1 the flip, with 2 the shift. The model's own draws start at MODEL_FOLD.
+folded again with 0 it draws the crop, with 1 the flip, with 2 the shift. The model's own draws have
+numbers from `models.layers.FIRST_PLACE` on.
 
 Resampling is that of Pillow and of torch's `antialias=True`: a triangle or a cubic (a = -0.5) widened by the scale
 when shrinking, its weights renormalised inside the crop. (torch without antialias has a = -0.75 and is not offered.)
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CROP_FOLD, FLIP_FOLD, SHIFT_FOLD, MODEL_FOLD = 0, 1, 2, 16
+CROP_FOLD, FLIP_FOLD, SHIFT_FOLD = 0, 1, 2
 CROP_TRIES = 10
 INTERPOLATIONS = ("bilinear", "bicubic")
 

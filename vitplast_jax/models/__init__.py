@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from vitplast_jax import trees
@@ -85,7 +86,7 @@ def create_model(name: str | ViTSpec, num_classes=None, img_size=None, seed: int
         spec = specs.replace(name, **fields, **overrides)
     else:
         spec = specs.spec(name, num_classes=num_classes, img_size=img_size, **overrides)
-    return build(spec, initial_parameters(spec, seed))
+    return build(spec, jax.tree.map(jnp.asarray, initial_parameters(spec, seed)))
 
 
 def initial_parameters(spec: ViTSpec, seed: int) -> trees.Tree:

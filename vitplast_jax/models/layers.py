@@ -14,7 +14,7 @@ from einops import rearrange
 from flax import nnx
 
 # Where a random draw happens is part of its key: fold_in(example's key, place). Places below 16 belong to the data.
-_FIRST_PLACE = 16
+FIRST_PLACE = 16
 _PLACES_PER_BLOCK = 8
 
 
@@ -109,7 +109,7 @@ class Block(nnx.Module):
         self.mlp = Mlp(d, hidden, gelu)
         self.ls2 = nnx.data(None) if layer_scale is None else LayerScale(d, layer_scale)
         self.drop, self.drop_path = drop, drop_path
-        self.first_place = _FIRST_PLACE + _PLACES_PER_BLOCK * (1 + index)
+        self.first_place = FIRST_PLACE + _PLACES_PER_BLOCK * (1 + index)
 
     def __call__(self, x, keys=None, intermediates: bool = False):
         """Returns y, or (y, out) with every component's output; ``keys`` [b] switch dropout and drop-path on."""

@@ -7,6 +7,7 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 
@@ -79,7 +80,7 @@ class ViT(nnx.Module):
             x = jnp.concatenate([*prefix, x], axis=1) + positions
         else:
             x = jnp.concatenate([*prefix, x + positions], axis=1)
-        return layers.dropout(x, keys, layers._FIRST_PLACE, self.spec.drop_rate)
+        return layers.dropout(x, keys, layers.FIRST_PLACE, self.spec.drop_rate)
 
     def __call__(self, images, key=None, *, intermediates: bool = False, remat: bool = False):
         """Returns logits [b, classes] in float32 (features [b, d] without a head), or (logits, out).
@@ -117,30 +118,32 @@ class ViT(nnx.Module):
         return (logits, out) if intermediates else logits
 
 
-def initial_value(path: str, shape: tuple[int, ...], seed: int, spec: ViTSpec) -> jax.Array:
-    """The initial value of one parameter: a function of (seed, path, shape) alone.
+def initial_value(path: str, shape: tuple[int, ...], seed: int, spec: ViTSpec) -> np.ndarray:
+    """The initial value of one parameter, float32: a function of (seed, path, shape) alone.
 
     So the same seed gives the same head whatever else is loaded or trained. Kernels are Xavier-uniform (q, k and v each
-    as a square matrix), the patch kernel is LeCun-normal, positions N(0, 0.02^2), and the head is drawn as
-    ``torch.nn.Linear`` draws it: kernel and bias uniform in +-1/sqrt(d).
+    as a square matrix), the patch kernel is LeCun-normal, tokens and positions are N(0, 0.02^2), and the head is drawn
+    as ``torch.nn.Linear`` draws it: kernel and bias uniform in +-1/sqrt(d). NumPy draws, because it compiles nothing.
     """
-    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(path.encode()))
+    draw = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(path.encode())]))
     name = path.rsplit("/", 1)[-1]
     if path.startswith("head"):
-        return jax.random.uniform(key, shape, minval=-(spec.width**-0.5), maxval=spec.width**-0.5)
-    if path == "patch_embed/kernel":
-        return jax.random.truncated_normal(key, -2, 2, shape) / 0.87962566 * (shape[0] * shape[1] * shape[2]) ** -0.5
-    if name == "kernel":
+        value = draw.uniform(-(spec.width**-0.5), spec.width**-0.5, shape)
+    elif path == "patch_embed/kernel":
+        value = draw.normal(0.0, np.prod(shape[:3]) ** -0.5, shape)
+    elif name == "kernel":
         fan_out = shape[1] // 3 if "/qkv/" in path else shape[1]
         limit = (6 / (shape[0] + fan_out)) ** 0.5
-        return jax.random.uniform(key, shape, minval=-limit, maxval=limit)
-    if name in ("pos_embed", "reg_token", "cls_token"):
-        return jax.random.normal(key, shape) * 0.02
-    if name == "scale":
-        return jnp.ones(shape)
-    if name == "gamma":
-        return jnp.full(shape, spec.layer_scale)
-    return jnp.zeros(shape)
+        value = draw.uniform(-limit, limit, shape)
+    elif name in ("pos_embed", "reg_token", "cls_token"):
+        value = draw.normal(0.0, 0.02, shape)
+    elif name == "scale":
+        value = np.ones(shape)
+    elif name == "gamma":
+        value = np.full(shape, spec.layer_scale)
+    else:
+        value = np.zeros(shape)
+    return value.astype(np.float32)
 
 
 def initial_parameters(spec: ViTSpec, shapes: trees.Tree, seed: int) -> trees.Tree:

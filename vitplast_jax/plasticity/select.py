@@ -49,5 +49,5 @@ def _overlap(one: dict, other: dict) -> bool:
 
 def _interval(entry: dict) -> str:
     if entry["low"] is None or entry["high"] is None:
-        return f"{entry['mean']:.4g} (interval unknown)"
-    return f"{entry['mean']:.4g} (95 % interval {entry['low']:.4g} to {entry['high']:.4g})"
+        return f"{entry['mean']:#.4g} (interval unknown)"
+    return f"{entry['mean']:#.4g} (95 % interval {entry['low']:#.4g} to {entry['high']:#.4g})"

@@ -17,8 +17,10 @@ def format_cell(value: Any) -> str:
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:#.4g}".rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
     return f"{value:.3e}"
 
 
@@ -34,10 +36,10 @@ def text_table(rows: Sequence[Mapping], columns: Sequence[str] | None = None) ->
     """Aligned columns with a header and a rule; columns of numbers are flush right.
 
     >>> print(text_table([{"component": "mha", "mean": 1.25}, {"component": "fc1", "mean": 10.5}]))
-    component  mean
-    ---------  ----
-    mha        1.25
-    fc1        10.5
+    component   mean
+    ---------  -----
+    mha        1.250
+    fc1        10.50
     """
     names = _columns(rows, columns)
     cells = [[format_cell(row.get(name)) for name in names] for row in rows]
