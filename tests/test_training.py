@@ -146,6 +146,11 @@ def test_another_run_is_refused_and_overwrite_discards(straight, tmp_path):
     assert 'holds another run: seed was 0, now 1; trainable was ["mha"], now ["ln1"]' in text and "--overwrite" in text
     config = tiny(steps=1, warmup_steps=0)
     loop.train_and_evaluate(config, tmp_path)
+    with pytest.raises(UserError):  # what cannot start discards nothing
+        loop.train_and_evaluate(
+            tiny(steps=1, warmup_steps=0, learning_rate_factors=("fc1=2",)), tmp_path, overwrite=True
+        )
+    assert json.loads((tmp_path / "results.json").read_text())["trainable"][0] == "mha"
     results = loop.train_and_evaluate(tiny(steps=1, warmup_steps=0, trainable=("ln1",)), tmp_path, overwrite=True)
     assert results["trainable"][0] == "ln1"
 
@@ -310,7 +315,7 @@ def test_a_step_that_does_not_fit_is_said_at_start_with_what_would(monkeypatch, 
     monkeypatch.setattr(cost, "device_bytes", lambda: needed[0] - 1)
     with pytest.raises(UserError, match=r"needs 0\.\d\d GB on each device.*--config.microbatch=32 fits"):
         loop.train_and_evaluate(tiny(steps=1, warmup_steps=0, batch_size=64), tmp_path / "not")
-    assert not list((tmp_path / "not").glob("checkpoints/latest/*"))
+    assert not (tmp_path / "not").exists()
     results = loop.train_and_evaluate(
         tiny(steps=1, warmup_steps=0, batch_size=64, microbatch="auto"), tmp_path / "auto"
     )
@@ -352,13 +357,14 @@ def test_label_smoothing_by_hand():
         ({"mesh__data": 9}, "needs 9 devices, there are 8"),
         ({"image_size": (30, 30)}, "30 is not a multiple of the patch size 4"),
         ({"accumulation": 16, "mesh__data": 8}, "cannot be shared equally by 8 devices"),
+        ({"learning_rate_factors": ("fc1=2",)}, "factor 'fc1=2': of what trains"),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line_before_anything_is_written(overrides, says, tmp_path):
     with pytest.raises(UserError) as caught:
         loop.train_and_evaluate(tiny(**overrides), tmp_path / "run")
     assert says in str(caught.value) and "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoints/latest/*"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluate_run_maps_classes_by_name():
@@ -369,3 +375,77 @@ def test_evaluate_run_maps_classes_by_name():
     assert [names[label] for label in mapped.labels[:20]] == [source.class_names[label] for label in source.labels[:20]]
     with pytest.raises(UserError, match="has classes that the model does not know: 0"):
         inputs.with_labels_of(source, names[:-1])
+
+
+def test_a_best_checkpoint_is_on_disk_before_a_record_names_it(tmp_path):
+    # The best is saved in the background; a kill right after the latest must find it.
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_best(2, {"a": jnp.ones((512, 512))})
+        checkpoints.save_latest(2, {"a": jnp.ones(3)}, {"best_step": 2})
+        assert (tmp_path / "best" / "2").is_dir() and (tmp_path / "latest" / "2").is_dir()
+
+
+def test_a_save_keeps_the_values_of_its_moment(tmp_path):
+    # The next step overwrites the buffers that are still being written.
+    bump = jax.jit(lambda x: x + 1, donate_argnums=0)
+    value = jnp.zeros((2048, 2048))
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_best(1, {"a": value})
+        for _ in range(5):
+            value = bump(value)
+        checkpoints.wait()
+        target = {"a": jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)}
+        assert float(jnp.abs(checkpoints.restore_best(target, 1)["a"]).max()) == 0.0
+
+
+def test_best_checkpoints_of_steps_that_run_again_are_forgotten(tmp_path):
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_best(2, {"a": jnp.zeros(3)})
+        checkpoints.save_latest(2, {"a": jnp.zeros(3)}, {"best_step": 2})
+        checkpoints.save_best(4, {"a": jnp.zeros(3)})
+        checkpoints.wait()
+    target = {"a": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.zeros(3).sharding)}
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.forget_after_latest()
+        assert checkpoints._best.all_steps() == [2]
+        checkpoints.save_best(4, {"a": jnp.ones(3)})
+        checkpoints.wait()
+        np.testing.assert_array_equal(checkpoints.restore_best(target, 4)["a"], 1.0)
+
+
+def test_a_lost_best_checkpoint_is_said_at_once(tmp_path):
+    target = {"a": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.zeros(3).sharding)}
+    with checkpoint.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_latest(2, {"a": jnp.zeros(3)}, {"best_step": 1})
+        with pytest.raises(UserError, match="the best checkpoint, of step 1, is gone"):
+            checkpoints.restore_latest(target)
+
+
+def test_a_run_that_diverges_stops_with_a_line_that_says_so(tmp_path):
+    with pytest.raises(UserError, match=r"the run diverged \(.*\); lower config.learning_rate"):
+        loop.train_and_evaluate(tiny(learning_rate=1e30, clip_norm=0.0, warmup_steps=0), tmp_path)
+    assert all(np.isfinite(line["loss"]) for line in run.read_metrics(tmp_path / "metrics.jsonl"))
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    claim = run.Claim({"format": 1}, (), overwrite=False)
+    with run.take(tmp_path, claim, 1), pytest.raises(UserError, match="another process trains in"):
+        with run.take(tmp_path, claim, 1):
+            pass
+
+
+def test_leftovers_without_a_config_are_not_taken_over(tmp_path):
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="has results.json but no config.json"):
+        loop.train_and_evaluate(tiny(), tmp_path)
+
+
+def test_selectors_that_do_not_apply_are_left_out_of_what_is_reported():
+    config = tiny(also_trainable=("head", "ls1", "all@1"))
+    assert run.applied_selectors(config, ("ln1", "mha", "head")) == ["mha", "head", "all@1"]
+
+
+def test_an_evaluation_on_train_uses_the_batch_size(straight):
+    summary, names = evaluating.evaluate_run(straight[0], "train", 300)
+    assert summary["count"] == 1797 - 359 - 287 and names == tuple("0123456789")
+    assert summary["split"] == "train" and sum(map(sum, summary["confusion"])) == summary["count"]

@@ -10,6 +10,7 @@ take True for a number and make one text of `mha,fc1`. Nothing here imports jax,
 
 import dataclasses
 import os
+import signal
 import sys
 import traceback
 import types
@@ -151,8 +152,9 @@ def parse(argv: Sequence[str], flags: Sequence[Flag]) -> types.SimpleNamespace:
     result = types.SimpleNamespace(**{flag.name: values[flag.name].value for flag in flags})
     if getattr(result, "config", ""):
         result.config = load_config(result.config, overrides)
-    elif overrides:
+    elif overrides and not getattr(result, "run", ""):
         raise UsageError(f"--config.{overrides[0][0]} changes nothing here: it needs --config FILE")
+    result.overrides = tuple(overrides)
     return result
 
 
@@ -192,13 +194,17 @@ def _with_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
 def run(
     main: Callable[[types.SimpleNamespace], None], doc: str, flags: Sequence[Flag], argv: Sequence[str] | None = None
 ):
     """A command from its first argument to its exit status; never returns."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = (*flags, DEBUG)
-    debug = any(argument.lstrip("-").startswith("debug") for argument in arguments)
+    debug = any(argument.lstrip("-") in ("debug", "debug=true") for argument in arguments)
     try:
         if {"--help", "-help", "-h", "--helpfull"} & set(arguments):
             print(help_text(doc, flags), flush=True)
@@ -206,13 +212,15 @@ def run(
         if argv is None:
             _with_huge_pages()
         values = parse(arguments, flags)
+        # SIGTERM ends a command as Ctrl-C does: what is being written in the background is finished first.
+        signal.signal(signal.SIGTERM, _interrupt)
         absl_flags.FLAGS.mark_as_parsed()  # Grain reads its own flags and insists that somebody has parsed them
         main(values)
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough; Python must not flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
+        print("stopped; train continues with the same command", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if debug:

@@ -23,27 +23,34 @@ def main(flags):
             "give either --config FILE (the weights it starts from) or --run DIR (what it trained)"
         )
     _check_writable(flags.workdir)
-    result = measure_config(flags.config) if flags.config else measure_run(flags.run)
+    result = measure_config(flags.config) if flags.config else measure_run(flags.run, flags.overrides)
     save(result, flags.workdir)
 
 
 def measure_config(config) -> dict:
     """The plasticity of the weights that a config starts from."""
-    from vitplast_jax import models, trees
+    from vitplast_jax import models
     from vitplast_jax.training.start import load_start
 
     downstream = _downstream(config)
     start = load_start(config, downstream.class_names)
-    model = models.build(start.spec, trees.map_paths(lambda _, leaf: _float32(leaf), start.params))
-    return _measure(model, config, downstream)
+    return _measure(models.build(start.spec, start.params), config, downstream)
 
 
-def measure_run(folder) -> dict:
-    """The plasticity of a run's best checkpoint, with the data and the measure settings of its config."""
+def measure_run(folder, overrides=()) -> dict:
+    """The plasticity of a run's best checkpoint, with the data of its config; ``overrides`` may set ``measure.*``."""
+    from vitplast_jax.training import config as settings
     from vitplast_jax.training.run import load_run
 
     run = load_run(folder)
-    return _measure(run.model, run.config, _downstream(run.config))
+    config = run.config.to_dict()
+    for key, value in overrides:
+        group, _, name = key.partition(".")
+        if group != "measure":
+            raise command.UsageError(f"--config.{key}: with --run only config.measure.* may be set")
+        config["measure"] = {**config["measure"], name: settings.read(key, value)}
+    config = settings.validate(config)
+    return _measure(run.model, config, _downstream(config))
 
 
 def save(result: dict, workdir) -> None:
@@ -97,11 +104,15 @@ def _check_writable(workdir) -> None:
 
 
 def _measure(model, config, downstream) -> dict:
+    import jax.numpy as jnp
+
+    from vitplast_jax import models, trees
     from vitplast_jax.plasticity import measure
 
     settings = config.measure
+    params = trees.map_paths(lambda _, leaf: jnp.asarray(leaf, jnp.float32), models.parameters(model))
     return measure(
-        model,
+        models.with_parameters(model, params),
         _pretraining(config),
         downstream,
         protocol=settings.protocol,
@@ -116,11 +127,11 @@ def _measure(model, config, downstream) -> dict:
 
 
 def _downstream(config):
-    from vitplast_jax.data import sources
     from vitplast_jax.errors import UserError
+    from vitplast_jax.training import inputs
 
     data = config.data
-    source = sources.load(data.name, data.path or None, "test", data.validation, data.split_seed)
+    source = inputs.load_split(config, "test")
     if source is None:
         raise UserError(f"config.data: {data.name} {data.path} has no test split, whose images are compared")
     return source
@@ -130,12 +141,13 @@ def _pretraining(config):
     """Images of the pretraining data: a source, or the sample that ships beside the weights (NAME.sample.npz)."""
     import os
 
-    from vitplast_jax.data import sources
+    from vitplast_jax.data import decode, sources
     from vitplast_jax.errors import UserError
 
     settings = config.measure
     if settings.x_name:
-        return sources.load(settings.x_name, settings.x_path or None, "train", validation=0)
+        source = sources.load(settings.x_name, settings.x_path or None, "train", validation=0)
+        return decode.check(source, config.data.unreadable, config.data.threads)
     hint = "say which pretraining images to compare with: --config.measure.x_name=NAME --config.measure.x_path=PATH"
     if not config.weights:
         raise UserError(f"config.weights is empty, so no sample of pretraining images comes with them; {hint}")
@@ -161,12 +173,6 @@ def _read_sample(path: str):
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} is not an npz with an array 'images' ({error}); install vitplast_jax again") from None
     return images
-
-
-def _float32(leaf):
-    import jax.numpy as jnp
-
-    return jnp.asarray(leaf, jnp.float32)
 
 
 if __name__ == "__main__":

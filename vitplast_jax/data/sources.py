@@ -38,7 +38,9 @@ class Source:
     skipped: tuple[str, ...] = ()  # files left out because they cannot be read (policy "skip"), with the reason
     ignored: tuple[str, ...] = ()  # files that are no images by their suffix
     notes: tuple[str, ...] = ()  # what the user should know before a run
-    fingerprint: str = dataclasses.field(init=False)  # sha256 over ids, labels, class names and image bytes
+    fingerprint: str = dataclasses.field(
+        init=False
+    )  # sha256 over ids, labels, class names, and image bytes or file sizes
 
     def __post_init__(self):
         digest = hashlib.sha256()
@@ -48,6 +50,8 @@ class Source:
         if self.images is not None:
             digest.update(repr(self.images.shape).encode())
             digest.update(np.ascontiguousarray(self.images))
+        if self.files is not None:  # sizes show that files were encoded anew; their bytes are not read for it
+            digest.update(json.dumps([os.path.getsize(file) for file in self.files]).encode())
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
     def __len__(self) -> int:

@@ -277,7 +277,7 @@ def measure(
         "radius": float(radius.max()),
         "sigma": float(sigma.min()),
         **summary.make_tables(model, params, by_block, overall, sigma, radius),
-        "notes": summary.make_notes(overall, protocol, places_x, places_y),
+        "notes": summary.make_notes(overall, protocol, pairing, places_x, places_y),
     }
 
 

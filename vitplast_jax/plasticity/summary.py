@@ -72,7 +72,7 @@ def _mean(values) -> float | None:
     return None if None in values else float(np.mean(values))
 
 
-def make_notes(overall, protocol: str, places_x, places_y) -> dict[str, str]:
+def make_notes(overall, protocol: str, pairing: str, places_x, places_y) -> dict[str, str]:
     """What a reader of the numbers must know, and why some of them are null."""
     notes = {
         "grad_norm": "null: loss gradients were not measured",
@@ -81,7 +81,7 @@ def make_notes(overall, protocol: str, places_x, places_y) -> dict[str, str]:
     }
     if overall.excluded.max():
         notes["excluded_pairs"] = f"{overall.excluded.max()} pairs of equal inputs have no rate and were left out"
-    if protocol == "reference":
+    if protocol == "reference" and pairing == "matched":
         notes["interval"] = "1.96 std / sqrt(pairs), as the paper's"
         used = min(len(np.unique(places_x)), len(np.unique(places_y)))
         if used < len(places_x):

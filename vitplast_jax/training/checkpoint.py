@@ -66,10 +66,17 @@ class Checkpoints:
         if step not in self._best.all_steps():
             _save(self._best, step, {"trainable": trainable})
 
+    def forget_after_latest(self):
+        """Drops best checkpoints of steps that are about to be run again."""
+        latest = self.latest_step() or 0
+        for step in [step for step in self._best.all_steps() if step > latest]:
+            self._best.delete(step)
+
     def save_latest(self, step: int, state, record: Mapping):
         """Saves what is to be continued from; ``record["best_step"]`` names the checkpoint that is the best so far."""
         if step == self.latest_step():
             return
+        self._best.wait_until_finished()  # a record must not name a checkpoint that is not yet on disk
         _save(self._latest, step, state, record)
         self.wait()
         for old in sorted(self._latest.all_steps())[:-KEEP_LATEST]:
@@ -81,10 +88,12 @@ class Checkpoints:
     def restore_latest(self, target):
         """Returns (state, record) of the newest checkpoint; ``target`` has its shapes, dtypes and shardings."""
         step = self.latest_step()
-        for later in [best for best in self._best.all_steps() if best > step]:
-            self._best.delete(later)  # of steps that are now run again
         state = _restore(self._latest, step, target)
-        return state, dict(self._latest.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record)
+        record = self._latest.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        best = record["best_step"]
+        if best is not None and best not in self._best.all_steps():
+            raise UserError(f"{self._best.directory}: the best checkpoint, of step {best}, is gone; use --overwrite")
+        return state, dict(record)
 
     def restore_best(self, target: Mapping, step: int) -> trees.Tree:
         """Returns the trainable leaves of the best checkpoint; ``target`` has their shapes, dtypes and shardings."""
@@ -113,7 +122,10 @@ def _save(manager: ocp.CheckpointManager, step: int, state, record: Mapping | No
     items = {"state": ocp.args.StandardSave(_plain(state))}
     if record is not None:
         items["record"] = ocp.args.JsonSave(dict(record))
-    manager.save(step, args=ocp.args.Composite(**items))
+    if not manager.save(step, args=ocp.args.Composite(**items)):
+        raise UserError(
+            f"{manager.directory}: step {step} was not saved; steps up to {manager.latest_step()} are there"
+        )
 
 
 def _restore(manager: ocp.CheckpointManager, step: int, target):

@@ -232,7 +232,7 @@ FIELDS: dict[str, Field] = {
     "measure.pairs": whole(0, 0, "at most so many; 0: all that the images give"),
     "measure.x_name": text("", "pretraining data; empty: the sample shipped with the model"),
     "measure.x_path": text("", "where they lie"),
-    "measure.images": whole(256, 2, "of each side"),
+    "measure.images": whole(256, 0, "of each side, 0: all"),
     "measure.batch_size": whole(64, 1, "images at once"),
 }
 

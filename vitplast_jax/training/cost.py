@@ -53,13 +53,24 @@ def device_bytes() -> int:
     return physical if limit == "max" else min(physical, int(limit))
 
 
-def fit_step(compile_step: Callable, config, devices: int) -> tuple[jax.stages.Compiled, int, int]:
+def check_fits(compiled: jax.stages.Compiled, what: str, remedy: str):
+    """Raises a UserError that names the remedy if a program needs more memory than its device has."""
+    needed, limit = analyse(compiled).bytes, device_bytes()
+    if needed > limit:
+        raise UserError(f"{what} needs {needed / 1e9:.2f} GB on each device, which has {limit / 1e9:.2f} GB; {remedy}")
+
+
+def fit_step(
+    compile_step: Callable, config, devices: int, before: int | None = None
+) -> tuple[jax.stages.Compiled, int, int]:
     """Compiles a training step so that it fits the device.
 
     Args:
       compile_step: from the number of parts in which a batch is computed to the compiled step.
       config: ``batch_size accumulation microbatch`` are read; ``microbatch="auto"`` takes the fewest parts that fit.
       devices: over which a batch is divided.
+      before: the parts that an earlier start of the same run took; "auto" begins there, so that a resumed run sums in
+        the same order.
     Returns:
       (compiled step, number of parts, number of compilations).
     Raises:
@@ -68,6 +79,8 @@ def fit_step(compile_step: Callable, config, devices: int) -> tuple[jax.stages.C
     limit, batch = device_bytes(), config.batch_size
     possible = [n for n in range(1, batch + 1) if batch % (n * devices) == 0]
     asked = batch // int(config.microbatch) if config.microbatch.isdigit() else config.accumulation
+    if config.microbatch == "auto" and before in possible:
+        asked = before
     if asked not in possible:
         raise UserError(
             f"a batch of {batch} in {asked} parts cannot be shared equally by {devices} devices; "

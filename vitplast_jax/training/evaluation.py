@@ -5,6 +5,7 @@ matrix.
 """
 
 import concurrent.futures
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from vitplast_jax import models, sharding
 from vitplast_jax.data import decode, pipeline
 from vitplast_jax.errors import UserError
 from vitplast_jax.training import config as settings
-from vitplast_jax.training import inputs, metrics, run
+from vitplast_jax.training import cost, inputs, metrics, run
 from vitplast_jax.training.step import make_evaluation_step
 
 MOST_IMAGES_AT_ONCE = 64
@@ -29,17 +30,36 @@ class Evaluator:
         self._spec, self._mesh, self._data = spec, mesh, data
         self._threads = config.data.threads
         sizes = [len(source) for split, source in data.items() if source is not None and split != "train"]
-        wanted = min(config.eval_batch_size, max(sizes, default=1))
+        sizes = sizes or [len(source) for source in data.values() if source is not None]
+        wanted = min(config.eval_batch_size, max(sizes))
         self._batch_size = -(-wanted // mesh.size) * mesh.size
         ragged = any(source is not None and source.images is None for source in data.values())
         prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
         step = make_evaluation_step(models.structure(spec), prepare)
         self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+        self._programs: dict[tuple, jax.stages.Compiled] = {}
         self.evaluation = None
 
     @property
     def compilations(self) -> int:
-        return self._step._cache_size()
+        return len(self._programs)
+
+    def compile(self, trainable, frozen):
+        """Compiles for the splits that a run evaluates, so that what does not fit is said at its start."""
+        for split, source in self._data.items():
+            if split != "train" and source is not None:
+                self._program(trainable, frozen, source)
+
+    def _program(self, trainable, frozen, source):
+        """The compiled program for the image size of a source; one serves all splits of one size."""
+        shapes = inputs.example_batch(self._batch_size, source, self._spec.img_size, self._mesh)
+        place = sharding.batch(self._mesh)
+        shapes["mask"] = jax.ShapeDtypeStruct((self._batch_size,), bool, sharding=place)
+        if shapes["image"].shape not in self._programs:
+            program = self._step.lower(trainable, frozen, shapes).compile()
+            cost.check_fits(program, "an evaluation step", "lower --config.eval_batch_size")
+            self._programs[shapes["image"].shape] = program
+        return self._programs[shapes["image"].shape]
 
     def __call__(self, trainable, frozen, split: str) -> dict[str, Any] | None:
         """The summary of a split, or None where the data have no such split; details stay in ``self.evaluation``."""
@@ -55,14 +75,13 @@ class Evaluator:
             process_count=jax.process_count(),
             threads=self._threads,
         )
-        names = ("image", "label", "mask")
-        self.evaluation = metrics.evaluate(
-            batches,
-            lambda batch: self._step(
-                trainable, frozen, inputs.to_devices({name: batch[name] for name in names}, self._mesh)
-            ),
-            self._spec.num_classes,
-        )
+        program = self._program(trainable, frozen, source)
+
+        def run_batch(batch):
+            fed = {name: batch[name] for name in ("image", "label", "mask")}
+            return program(trainable, frozen, inputs.to_devices(fed, self._mesh))
+
+        self.evaluation = metrics.evaluate(batches, run_batch, self._spec.num_classes)
         return self.evaluation.summary()
 
 
@@ -87,7 +106,7 @@ def evaluate_run(workdir, split: str = "test", batch_size: int = 0) -> tuple[dic
     if source is None:
         raise UserError(f"the data of {workdir} have no {split} split; there may be train, validation or test")
     source = inputs.with_labels_of(source, finished.class_names)
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
+    mesh = sharding.make_mesh(-1, math.gcd(config.mesh.fsdp, jax.device_count()))  # the devices that are here now
     evaluator = Evaluator(finished.spec, mesh, {split: source}, config)
     params = models.parameters(finished.model)
     params = jax.device_put(params, sharding.parameters(mesh, params))

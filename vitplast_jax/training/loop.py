@@ -4,7 +4,9 @@ In: a checked config and a folder. Out: the run's files (README: how to read the
 Where it runs, on one CPU or a pod, is decided by the mesh alone.
 """
 
-import json
+import contextlib
+import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 from vitplast_jax import components, models, sharding, trees
@@ -48,10 +51,11 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     data = inputs.load_data(config)
     train = data["train"]
 
-    # Model and base weights.
+    # Model and base weights, still in host memory.
     start = load_start(config, train.class_names)
     spec = start.spec
     mask = run.trainable_mask(config, start.params)
+    counted = count_parameters(start.params, mask)
     trainable, frozen = trees.partition(start.params, mask)
     facts = {
         "spec": models.specs.to_dict(spec),
@@ -59,18 +63,20 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
     }
-    continues = run.claim(workdir, config, facts, overwrite)
-    if (workdir / "results.json").exists() and continues:
+    claim = run.check_claim(workdir, config, facts, overwrite)
+    if claim.results is not None:
         say(f"{workdir} holds the finished run; nothing to do")
-        return json.loads((workdir / "results.json").read_text())
+        return claim.results
     for note in (*start.notes, *data_notes(data)):
         say(note)
     say_what_trains(spec, start.params, mask)
+    start = dataclasses.replace(start, params={})  # only the two parts are needed from here on
 
     # Shardings: arrays go straight to where they live.
-    frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.frozen_dtype), frozen)
+    frozen = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(config.frozen_dtype), copy=False), frozen)
     frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
-    trainable = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), trainable)
+    trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
+    trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
     optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
 
     def initial_state(trainable):
@@ -80,12 +86,13 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     state_shardings = sharding.like(mesh, abstract, trainable)
     # A jitted copy owns its buffers, so that the step may overwrite them.
     state = jax.jit(initial_state, out_shardings=state_shardings)(trainable)
+    del trainable
 
-    # Step.
+    # Steps, compiled before anything is written: what does not fit is said here.
     prepare = inputs.make_training_preparation(config, spec, train)
     batch_shapes = inputs.example_batch(config.batch_size, train, spec.img_size, mesh)
 
-    def compile_step(accumulation):
+    def compile_step(parts):
         step = make_train_step(
             models.structure(spec),
             optimizer,
@@ -93,27 +100,24 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
             prepare,
             seed=config.seed,
             label_smoothing=config.label_smoothing,
-            accumulation=accumulation,
+            accumulation=parts,
             remat=config.remat == "block",
         )
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.replicated(mesh)))
         return jitted.lower(state, frozen, batch_shapes).compile()
 
-    train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size)
+    train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size, claim.parts)
     if parts > 1:
         say(f"each batch is computed in {parts} parts of {config.batch_size // parts} images")
     evaluator = Evaluator(spec, mesh, data, config)
+    evaluator.compile(state.trainable, frozen)
 
-    # Restore.
-    record = {"best_step": None, "best_accuracy": None, "seconds": 0.0}
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
+    with run.take(workdir, claim, parts), Checkpoints(workdir / "checkpoints") as checkpoints:
+        # Restore.
+        record = {"best_step": None, "best_accuracy": None, "seconds": 0.0}
+        checkpoints.forget_after_latest()
         if checkpoints.latest_step() is not None:
-            target = jax.tree.map(
-                lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-                abstract,
-                state_shardings,
-            )
-            state, record = checkpoints.restore_latest(target)
+            state, record = checkpoints.restore_latest(target_of(state))
             say(f"continuing at step {int(state.step)} of {config.steps}")
         first, earlier = int(state.step), record["seconds"]
         log = run.MetricsLog(workdir / "metrics.jsonl", first)
@@ -122,66 +126,77 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         batches = inputs.training_batches(config, train, spec.img_size, mesh, first)
         bar = tqdm(total=config.steps, initial=first, unit="step", desc="train", dynamic_ncols=True, disable=None)
         mark, waited, logged = time.monotonic(), 0.0, first
-        for step in range(first + 1, config.steps + 1):
-            before = time.monotonic()
-            batch = next(batches)
-            waited += time.monotonic() - before
-            state, measured = train_step(state, frozen, batch)
-            bar.update()
+        with bar, contextlib.closing(batches):
+            for step in range(first + 1, config.steps + 1):
+                before = time.monotonic()
+                batch = next(batches)
+                waited += time.monotonic() - before
+                state, measured = train_step(state, frozen, batch)
+                bar.update()
 
-            if step % config.log_every == 0 or step == config.steps:
-                line = {name: float(value) for name, value in measured.items()}
-                elapsed = time.monotonic() - mark
-                rate = (step - logged) * config.batch_size / elapsed
-                log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
-                bar.set_postfix(loss=f"{line['loss']:.3f}", images_s=f"{rate:.0f}", refresh=False)
-                mark, waited, logged = time.monotonic(), 0.0, step
+                if step % config.log_every == 0 or step == config.steps:
+                    line = {name: float(value) for name, value in measured.items()}
+                    check_finite(line, step, checkpoints.latest_step())
+                    elapsed = time.monotonic() - mark
+                    rate = (step - logged) * config.batch_size / elapsed
+                    log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
+                    bar.set_postfix(loss=f"{line['loss']:.3f}", images_s=f"{rate:.0f}", refresh=False)
+                    mark, waited, logged = time.monotonic(), 0.0, step
 
-            if step % config.eval_every == 0 or step == config.steps:
                 paused = time.monotonic()
-                summary = evaluator(state.trainable, frozen, "validation")
-                if summary is not None:
-                    log.write(step=step, split="validation", **summary)
-                    bar.write(f"step {step}: validation accuracy {summary['accuracy']:.4f}, loss {summary['loss']:.4f}")
-                # Without validation data the last step is the best; an accuracy is never NaN.
-                if summary is None or record["best_accuracy"] is None or summary["accuracy"] > record["best_accuracy"]:
-                    accuracy = None if summary is None else summary["accuracy"]
-                    record = {**record, "best_step": step, "best_accuracy": accuracy}
-                    checkpoints.save_best(step, state.trainable)
-                mark += time.monotonic() - paused
+                if step % config.eval_every == 0 or step == config.steps:
+                    summary = evaluator(state.trainable, frozen, "validation")
+                    if summary is not None:
+                        log.write(step=step, split="validation", **summary)
+                        say(f"step {step}: validation accuracy {summary['accuracy']:.4f}, loss {summary['loss']:.4f}")
+                    if is_better(summary, record["best_accuracy"]):
+                        accuracy = None if summary is None else summary["accuracy"]
+                        record = {**record, "best_step": step, "best_accuracy": accuracy}
+                        checkpoints.save_best(step, state.trainable)
 
-            if step % config.checkpoint_every == 0 or step == config.steps:
-                paused = time.monotonic()
-                record = {**record, "seconds": earlier + time.monotonic() - began}
-                checkpoints.save_latest(step, state, record)
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    record = {**record, "seconds": earlier + time.monotonic() - began}
+                    checkpoints.save_latest(step, state, record)
                 mark += time.monotonic() - paused
-        bar.close()
-        batches.close()
 
         # Test the best validated checkpoint.
-        checkpoints.wait()
-        target = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state.trainable
-        )
-        best = checkpoints.restore_best(target, record["best_step"])
+        best = checkpoints.restore_best(target_of(state.trainable), record["best_step"])
         results = {split: evaluator(best, frozen, split) for split in ("test", "validation")}
-
-    results |= {
-        "best_step": record["best_step"],
-        "trainable": [str(selector) for selector in components.parse((*config.trainable, *config.also_trainable))],
-        "parameters": count_parameters(start.params, mask),
-        "protocol": describe_protocol(config, spec),
-        "data_fingerprint": facts["data_fingerprint"],
-        "unreadable": {split: len(source.skipped) for split, source in data.items() if source is not None},
-        "seconds": round(earlier + time.monotonic() - began, 2),
-        "compilations": {"train": compilations, "evaluate": evaluator.compilations},
-    }
-    if jax.process_index() == 0:
-        for split in ("validation", "test"):
-            if results[split] is not None:
-                log.write(step=record["best_step"], split=f"best {split}", **results[split])
-        write_json(workdir / "results.json", results)
+        results |= {
+            "best_step": record["best_step"],
+            "trainable": run.applied_selectors(config, claim.components),
+            "parameters": counted,
+            "protocol": describe_protocol(config, spec, results["validation"] is not None),
+            "data_fingerprint": facts["data_fingerprint"],
+            "unreadable": {split: len(source.skipped) for split, source in data.items() if source is not None},
+            "seconds": round(earlier + time.monotonic() - began, 2),
+            "compilations": {"train": compilations, "evaluate": evaluator.compilations},
+        }
+        if jax.process_index() == 0:
+            write_json(workdir / "results.json", results)
+            if results["test"] is not None:
+                log.write(step=record["best_step"], split="test", **results["test"])
     return results
+
+
+def target_of(tree):
+    """Shapes, dtypes and shardings of a tree of arrays, to restore into."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
+
+
+def is_better(summary: Mapping | None, best: float | None) -> bool:
+    """Whether this validation beats the best so far; without validation data the last one does."""
+    return summary is None or best is None or summary["accuracy"] > best
+
+
+def check_finite(line: Mapping[str, float], step: int, saved: int | None):
+    """Stops a run whose loss or gradient is no number: nothing after that can be used."""
+    if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+        kept = f"the checkpoint of step {saved} is kept" if saved is not None else "nothing had been saved"
+        raise UserError(
+            f"at step {step} the loss is {line['loss']} and the gradient norm {line['grad_norm']}: the run diverged "
+            f"({kept}); lower config.learning_rate, or clip with config.clip_norm"
+        )
 
 
 def say(text: str):
@@ -225,7 +240,7 @@ def say_what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping):
     )
 
 
-def describe_protocol(config, spec: models.ViTSpec) -> dict[str, Any]:
+def describe_protocol(config, spec: models.ViTSpec, validated: bool) -> dict[str, Any]:
     """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
     pixels = models.specs.to_dict(spec)["preprocessing"]
     augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
@@ -236,5 +251,5 @@ def describe_protocol(config, spec: models.ViTSpec) -> dict[str, Any]:
         "image_size": list(spec.img_size),
         "preprocessing": pixels,
         "augmentation": augmentation,
-        "selection": "best validation accuracy, tested once",
+        "selection": "best validation accuracy, tested once" if validated else "last step",
     }

@@ -4,12 +4,14 @@ In: a checked config and a folder. Out: ``config.json``, ``environment.json``, `
 :func:`load_run`, through which evaluation, prediction, measurement and export get a trained model.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ FREE_KEYS = (
     *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
     *("data.path", "data.threads", "mesh.data", "mesh.fsdp"),
 )
+RUN_FILES = ("results.json", "metrics.jsonl", "checkpoints", "environment.json", "config.json")
 FORMAT = 1
 
 
@@ -44,54 +47,99 @@ class Run:
     description: Mapping[str, Any]
 
 
-def claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite: bool) -> bool:
-    """Takes a folder for a run, or finds the same run in it; returns whether there is something to continue.
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A folder looked at before a run takes it: ``results`` if the run in it has ended, ``parts`` if it was begun."""
+
+    described: Mapping[str, Any]
+    components: tuple[str, ...]
+    overwrite: bool
+    results: Mapping[str, Any] | None = None
+    parts: int | None = None
+
+
+def check_claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite: bool) -> Claim:
+    """Looks whether a folder may be taken for a run, changing nothing.
 
     Args:
-      workdir: the folder; made where it is missing.
+      workdir: the folder, which need not exist.
       config: the checked config.
       facts: what the config resolved to (spec, class names, base weights, data); kept in ``config.json`` as well.
       overwrite: discard what the folder holds.
     Raises:
-      UserError: the folder holds another run, or files that are no run.
+      UserError: the folder holds another run, or files of a run that is damaged.
     """
     workdir = Path(workdir)
     described = {"format": FORMAT, **json.loads(settings.to_json(config)), **facts}
     described = json.loads(json.dumps(described))  # tuples become lists, as they will be read back
-    path = workdir / "config.json"
-    if overwrite and path.exists():
-        if jax.process_index() == 0:
-            for name in ("checkpoints", "metrics.jsonl", "results.json", "config.json", "environment.json"):
-                victim = workdir / name
-                shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
-    if path.exists():
-        _check_same(read_description(workdir), described, workdir)
-        return (workdir / "checkpoints" / "latest").is_dir()
+    components_there = tuple(components.counts(models.abstract_parameters(specs.from_dict(described["spec"]))))
+    claim = Claim(described, components_there, overwrite)
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir {workdir} is a file; name a folder")
-    strangers = (
-        [entry.name for entry in workdir.iterdir() if not entry.name.startswith(".")] if workdir.exists() else []
-    )
-    if "checkpoints" in strangers:
-        raise UserError(
-            f"{workdir} has checkpoints but no config.json: it is damaged or not a run; name another --workdir"
-        )
+    if overwrite or not workdir.exists():
+        return claim
+    if not (workdir / "config.json").exists():
+        if left := [name for name in RUN_FILES if (workdir / name).exists()]:
+            raise UserError(
+                f"{workdir} has {', '.join(left)} but no config.json: it is damaged or not a run; name another "
+                "--workdir, or --overwrite to discard it"
+            )
+        return claim
+    old = read_description(workdir)
+    _check_same(old, described, workdir)
+    try:
+        return dataclasses.replace(claim, results=json.loads((workdir / "results.json").read_text()))
+    except FileNotFoundError:
+        return dataclasses.replace(claim, parts=old.get("parts"))
+    except ValueError:
+        raise UserError(f"{workdir}/results.json is damaged; delete it to let the run end again") from None
+
+
+@contextlib.contextmanager
+def take(workdir: str | Path, claim: Claim, parts: int):
+    """Takes a folder for a run as long as the context lasts: writes its ``config.json``, keeps other processes out.
+
+    Raises:
+      UserError: the folder cannot be written, or another process trains in it.
+    """
+    workdir = Path(workdir)
+    if jax.process_index():
+        yield
+        return
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            write_json(path, described)
-            write_json(workdir / "environment.json", environment())
+        lock = open(workdir / ".lock", "w")
     except OSError as error:
         raise UserError(f"--workdir {workdir} cannot be written ({error.strerror}); name another folder") from None
-    return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process trains in {workdir}; wait for it, or name another --workdir") from None
+        except OSError:
+            pass  # a file system without locks
+        if claim.overwrite:
+            for (
+                name
+            ) in RUN_FILES:  # results first: without them, and with config.json to the last, it is a run cut short
+                victim = workdir / name
+                shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
+        write_json(workdir / "config.json", {**claim.described, "parts": parts})
+        write_json(workdir / "environment.json", environment())
+        yield
 
 
 def _check_same(old: Mapping, new: Mapping, workdir: Path):
     def flat(described):
-        kept = {key: value for key, value in described.items() if key != "measure"}
+        kept = {key: value for key, value in described.items() if key not in ("measure", "parts")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
-    old, new = flat(old), flat(new)
+    # A key that a later version added has its default in an older run.
+    old, new = flat({**json.loads(settings.to_json(_config_of(old))), **old}), flat(new)
+    if old.get("base_weights.sha256") == new.get("base_weights.sha256"):  # the same bytes at another place
+        for described in (old, new):
+            for key in ("weights", "base_weights.source"):
+                described.pop(key, None)
     keys = [key for key in (old | new) if old.get(key) != new.get(key) and key not in FREE_KEYS]
     if keys:
         shown = "; ".join(f"{key} was {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys[:5])
@@ -177,11 +225,21 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return entries
 
 
+def applied_selectors(config, has: Collection[str]) -> list[str]:
+    """The selectors that apply to a model with these components: all of ``trainable``, and of ``also_trainable`` those
+    that the model has (not every model has a head)."""
+    also = [selector for selector in components.parse(config.also_trainable) if selector.component in ("all", *has)]
+    return list(dict.fromkeys(map(str, (*components.parse(config.trainable), *also))))
+
+
 def trainable_mask(config, params: Mapping) -> trees.Tree:
-    """Which parameters a config trains: ``trainable`` and ``also_trainable``, where the model has the latter."""
-    has = components.counts(params)
-    also = [name for name in config.also_trainable if components.parse(name)[0].component in has]
-    return components.mask(params, [*config.trainable, *also])
+    """Which parameters a config trains, as a tree of bools."""
+    return components.mask(params, applied_selectors(config, components.counts(params)))
+
+
+def _config_of(described: Mapping):
+    """The checked config in what ``config.json`` holds."""
+    return settings.validate({key: described[key] for key in settings.default_config() if key in described})
 
 
 def load_run(workdir: str | Path) -> Run:
@@ -192,7 +250,7 @@ def load_run(workdir: str | Path) -> Run:
     """
     folder = Path(workdir)
     described = read_description(folder)
-    config = settings.validate({key: described[key] for key in settings.default_config() if key in described})
+    config = _config_of(described)
     spec = specs.from_dict(described["spec"])
     best_step = _best_step(folder)
     class_names = tuple(described["class_names"])

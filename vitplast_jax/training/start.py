@@ -5,8 +5,11 @@ weights, by which the same parameters are found again when a run is resumed or e
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from vitplast_jax import models, trees
 from vitplast_jax.errors import UserError
@@ -15,7 +18,7 @@ from vitplast_jax.models import specs, vit
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The start of a run; ``identity`` is {"source", "sha256"}, or {"source": ""} for a random start."""
+    """The start of a run; ``identity`` is {"source", "sha256"}, the source empty for a random start."""
 
     spec: models.ViTSpec
     params: trees.Tree
@@ -39,12 +42,12 @@ def load_start(config, class_names: Sequence[str]) -> Start:
         if not config.model:
             raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
         spec = _with_settings(specs.spec(config.model, num_classes=num_classes, img_size=size), config)
-        notes = (f"random start: no weights given for {spec.name}",)
-        return Start(spec, models.initial_parameters(spec, config.seed), {"source": ""}, notes)
+        params = models.initial_parameters(spec, config.seed)
+        return Start(spec, params, _drawn(params), (f"random start: no weights given for {spec.name}",))
 
     from vitplast_jax.weights import convert
 
-    keeps_head = convert.class_names(config.weights) == tuple(class_names)
+    keeps_head = num_classes == len(class_names) and convert.class_names(config.weights) == tuple(class_names)
     kept = num_classes if keeps_head else 0
     loaded = convert.load(config.weights, model=config.model or None, num_classes=kept, img_size=size)
     spec = specs.replace(loaded.spec, num_classes=num_classes)
@@ -63,18 +66,30 @@ def base_parameters(config, spec: models.ViTSpec, class_names: Sequence[str], id
     Raises:
       UserError: the base weights are gone, or no longer the ones that the run started from.
     """
-    if not identity["source"]:
-        return models.initial_parameters(spec, config.seed)
+    if identity["source"]:
+        from vitplast_jax.weights import convert
 
-    from vitplast_jax.weights import convert
-
-    found = convert.identity(identity["source"])
+        found = convert.identity(identity["source"])
+    else:
+        found = _drawn(models.initial_parameters(spec, config.seed))
     if found["sha256"] != identity["sha256"]:
+        what, remedy = f"base weights {identity['source']}", "put the original file back"
+        if not identity["source"]:
+            what, remedy = "the random start's values", "use the versions that environment.json names"
         raise UserError(
-            f"base weights {identity['source']} have changed since the run: sha256 {found['sha256'][:12]}..., "
-            f"expected {identity['sha256'][:12]}...; put the original file back"
+            f"{what} have changed since the run: sha256 {found['sha256'][:12]}..., expected "
+            f"{identity['sha256'][:12]}...; {remedy}"
         )
     return load_start(config, class_names).params
+
+
+def _drawn(params: Mapping) -> dict[str, str]:
+    """The identity of drawn parameters: no source, and a hash of their values."""
+    digest = hashlib.sha256()
+    for path, leaf in sorted(trees.flatten(params).items()):
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(leaf))
+    return {"source": "", "sha256": digest.hexdigest()}
 
 
 def _with_settings(spec: models.ViTSpec, config) -> models.ViTSpec:
