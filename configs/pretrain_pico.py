@@ -1,6 +1,9 @@
 """Pretrains the shipped ViT-pico on the 60,000 images of Fashion-MNIST (Debian: apt install dataset-fashion-mnist).
 
-  python -m vitplast_jax.train --config configs/pretrain_pico.py --workdir runs/pretrain_pico
+  python -m vitplast_jax.train --config configs/pretrain_pico.py --workdir runs/pico
+  python tools/convert_checkpoint.py export --checkpoint runs/pico --output runs/pico.safetensors --layout timm
+  python -m vitplast_jax.train --config configs/pretrain_pico.py:again --workdir runs/pico_again
+      --config.weights=runs/pico.safetensors
 
 Expected: TODO(lead) % test accuracy after 11 epochs, about an hour on 2 CPU cores.
 """
@@ -8,7 +11,7 @@ Expected: TODO(lead) % test accuracy after 11 epochs, about an hour on 2 CPU cor
 from vitplast_jax.training.config import default_config
 
 
-def get_config():
+def get_config(round="first"):
     config = default_config()
     config.model = "vit_pico_patch4_28"
     config.data.name = "fashion_mnist"
@@ -21,4 +24,9 @@ def get_config():
     config.learning_rate = 2e-3
     config.weight_decay = 0.05
     config.label_smoothing = 0.05
+    if round == "again":  # a second cycle of the learning rate, from the weights of the first
+        config.steps = 2750  # 6 epochs
+        config.warmup_steps = 100
+        config.learning_rate = 1e-3
+        config.seed = 1  # another order
     return config

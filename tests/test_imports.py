@@ -16,7 +16,19 @@ REPOSITORY = PACKAGE.parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # In the order in which data flows: a module imports from its own room and from rooms above it.
-ROOMS = ("errors", "trees", "components", "sharding", "models", "weights", "peft", "data", "training", "plasticity")
+ROOMS = (
+    "errors",
+    "files",
+    "trees",
+    "components",
+    "sharding",
+    "models",
+    "weights",
+    "peft",
+    "data",
+    "training",
+    "plasticity",
+)
 ROOMS += ("reports", "command")
 COMMANDS = ("train", "evaluate", "predict", "measure", "probe", "sweep", "report")
 ONLY_IN = {"flax": ("models", "peft"), "matplotlib": ("reports/plots.py",), "tensorflow": ()}

@@ -185,14 +185,6 @@ def test_a_save_that_fails_is_not_silent(tmp_path):
         checkpoints.wait()
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "results.json"
-    checkpoint.write_json(path, {"a": 1})
-    with pytest.raises(ValueError):
-        checkpoint.write_json(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == {"a": 1} and [entry.name for entry in tmp_path.iterdir()] == ["results.json"]
-
-
 @pytest.mark.parametrize("batch_size, devices", [(1, 1), (64, 1), (100, 1), (100, 8)])
 def test_an_evaluation_counts_every_example_once(straight, batch_size, devices):
     workdir, results = straight

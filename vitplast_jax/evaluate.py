@@ -27,8 +27,8 @@ def report(evaluation: dict, class_names, workdir) -> None:
     """Prints the figures and writes evaluation.json, confusion.csv and confusion.png."""
     from pathlib import Path
 
+    from vitplast_jax.files import write_json, write_text
     from vitplast_jax.reports import plots, tables
-    from vitplast_jax.training.checkpoint import write_json, write_text
 
     folder, matrix = Path(workdir), evaluation["confusion"]
     counts = [sum(row) for row in matrix]

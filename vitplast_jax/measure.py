@@ -58,9 +58,9 @@ def save(result: dict, workdir) -> None:
     from pathlib import Path
 
     from vitplast_jax.errors import UserError
+    from vitplast_jax.files import write_json, write_text
     from vitplast_jax.plasticity.select import trainable_line
     from vitplast_jax.reports import plots, tables
-    from vitplast_jax.training.checkpoint import write_json, write_text
 
     print(describe(result))
     print(f"\n{tables.plasticity_table(result)}\n")

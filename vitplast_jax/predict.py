@@ -28,8 +28,8 @@ def report(rows: list[dict], unreadable: list[str], output: str) -> None:
     import sys
 
     from vitplast_jax.errors import UserError
+    from vitplast_jax.files import write_text
     from vitplast_jax.reports import tables
-    from vitplast_jax.training.checkpoint import write_text
 
     flat = []
     for row in rows:

@@ -7,13 +7,13 @@ Colours are Okabe and Ito's; every series also has its own marker or line style,
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import replacing
 
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 _GREY = "#6E6E6E"
@@ -49,21 +49,12 @@ def _draw(png, size: tuple[float, float], fill) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    png = Path(png)
-    png.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         FigureCanvasAgg(figure)  # a canvas of our own: no global state, no display, safe beside a user's pyplot
         fill(figure)
-        handle, temporary = tempfile.mkstemp(dir=png.parent, prefix=f".{png.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                figure.savefig(file, format="png", facecolor="white")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, png)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with replacing(png) as file:
+            figure.savefig(file, format="png", facecolor="white")
 
 
 # --- training --------------------------------------------------------------------------------------------------------

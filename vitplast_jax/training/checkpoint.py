@@ -1,4 +1,4 @@
-"""A run's files: checkpoints through Orbax, and JSON that a kill leaves old or new but never half written.
+"""A run's checkpoints, through Orbax.
 
 In: a training state (trainable leaves, optimizer state, step) and a small record. Out: ``checkpoints/latest/STEP`` to
 continue from and ``checkpoints/best/STEP`` to evaluate. Frozen weights are not saved: the config names their source.
@@ -7,12 +7,9 @@ States are saved as plain nested dicts of their leaves' paths, so that reading o
 are always restored into a target, which carries shapes, dtypes and the current shardings.
 """
 
-import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,27 +18,6 @@ from vitplast_jax import trees
 from vitplast_jax.errors import UserError
 
 KEEP_LATEST = 2
-
-
-def write_text(path: str | os.PathLike, text: str):
-    """Writes a file so that a reader, or a kill at any moment, finds the old content or the new."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: str | os.PathLike, value: Any):
-    """Writes JSON through :func:`write_text`; NaN and infinities, which JSON has not, are an error."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 class Checkpoints:

@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from vitplast_jax import components, models, sharding, trees
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import write_json
 from vitplast_jax.training import cost, inputs, optim, run
-from vitplast_jax.training.checkpoint import Checkpoints, write_json
+from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
 from vitplast_jax.training.start import load_start
 from vitplast_jax.training.step import TrainState, make_train_step

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from vitplast_jax import components, models, trees
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import write_json, write_text
 from vitplast_jax.models import specs
 from vitplast_jax.training import config as settings
-from vitplast_jax.training.checkpoint import Checkpoints, write_json, write_text
+from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.start import base_parameters
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.

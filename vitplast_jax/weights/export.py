@@ -1,8 +1,8 @@
 """Our parameters as files that others load.
 
 In: a tree (ours, any float dtype) and its spec. Out: safetensors in timm's names; transformers' folder; a folder of
-ours (Orbax and model.json). All are written beside their place and moved there, so a kill leaves the old file or the
-new one.
+ours (Orbax and model.json). All are written beside their place and moved there: of a file a kill leaves the old or the
+new one, of a folder that is replaced the old one may be left under the name FOLDER.old.*.
 """
 
 import json
@@ -15,6 +15,7 @@ import numpy as np
 
 from vitplast_jax import models, trees
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import replacing, write_json
 from vitplast_jax.models import specs
 from vitplast_jax.weights import convert, dialects, readers
 
@@ -132,9 +133,15 @@ def save_folder(params, spec, folder, class_names=None, source=None):
             os.path.join(working, "model.json"), describe(spec, class_names) | ({"source": source} if source else {})
         )
         os.chmod(working, 0o755)
+        former = os.path.join(aside, "old")
         if os.path.isdir(folder):
-            os.rename(folder, os.path.join(aside, "old"))
-        os.replace(working, folder)
+            os.rename(folder, former)
+        try:
+            os.replace(working, folder)
+        except OSError:
+            if os.path.isdir(former):
+                os.rename(former, folder)
+            raise
     finally:
         shutil.rmtree(working, ignore_errors=True)
         shutil.rmtree(aside, ignore_errors=True)
@@ -163,28 +170,7 @@ def write_safetensors(tensors, path, metadata):
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def write(file):
+    with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in sorted(tensors):
             file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8))
-
-    write_atomically(path, write)
-
-
-def write_json(path, content):
-    write_atomically(path, lambda file: file.write((json.dumps(content, indent=2) + "\n").encode()))
-
-
-def write_atomically(path, write):
-    path = os.fspath(path)
-    folder = os.path.dirname(os.path.abspath(path))
-    os.makedirs(folder, exist_ok=True)
-    handle, working = tempfile.mkstemp(prefix=os.path.basename(path) + ".", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-        os.chmod(working, 0o644)
-        os.replace(working, path)
-    except BaseException:
-        os.unlink(working)
-        raise

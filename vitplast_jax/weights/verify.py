@@ -14,6 +14,7 @@ import numpy as np
 
 from vitplast_jax import models, trees
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import write_json
 from vitplast_jax.weights import dialects, export, places, readers
 
 TOLERANCES = {"cpu": 1e-5}  # of the backend; accelerators round differently even at highest precision
@@ -140,7 +141,7 @@ def _transformers(path, spec, report):
     with tempfile.TemporaryDirectory() as folder:
         if not os.path.isdir(path):  # a bare file: the peer wants a config beside it
             config = export.hf_config(spec, None)
-            export.write_json(os.path.join(folder, "config.json"), config)
+            write_json(os.path.join(folder, "config.json"), config)
             export.write_safetensors(
                 readers.read_tensors(path), os.path.join(folder, "model.safetensors"), {"format": "pt"}
             )
