@@ -24,6 +24,8 @@ def get_config(round="first"):
     config.learning_rate = 2e-3
     config.weight_decay = 0.05
     config.label_smoothing = 0.05
+    if round not in ("first", "again"):
+        raise ValueError(f"no round is called {round!r}: first or again")
     if round == "again":  # a second cycle of the learning rate, from the weights of the first
         config.steps = 2750  # 6 epochs
         config.warmup_steps = 100

@@ -73,3 +73,9 @@ def test_plasticity(tmp_path, known):
     result = {"model": "m", "pairs": 4, "pairing": "matched", "protocol": "ours", "inputs": "embedding"}
     plots.plot_plasticity(result | {"rows": rows, "components": components}, tmp_path / "p.png")
     assert is_png(tmp_path / "p.png")
+
+
+def test_class_names_are_taken_literally(tmp_path):
+    plots.plot_confusion([[1, 0], [0, 1]], ["$^$", "a$x$"], tmp_path / "confusion.png")
+    plots.plot_confusion([[1, 0], [0, 1]], ["\u72d7", "\u732b"], tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size > 1000

@@ -348,3 +348,45 @@ def test_reading_data_imports_no_tensorflow(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "(4, 8, 8, 3)", done.stderr
+
+
+def test_npz_files_that_order_their_classes_otherwise_are_mapped_by_name(tmp_path):
+    images = np.zeros((4, 8, 8), np.uint8)
+    np.savez(tmp_path / "train.npz", images=images, labels=[0, 1, 0, 1], class_names=["cat", "dog"])
+    np.savez(tmp_path / "test.npz", images=images, labels=[0, 1, 1, 1], class_names=["dog", "cat"])
+    test = sources.load("npz", tmp_path, "test")
+    assert [test.class_names[label] for label in test.labels] == ["dog", "cat", "cat", "cat"]
+    np.savez(tmp_path / "test.npz", images=images, labels=[0, 1, 1, 1], class_names=["dog", "cow"])
+    with pytest.raises(UserError, match="unknown class cow"):
+        sources.load("npz", tmp_path, "test")
+    np.savez(tmp_path / "test.npz", images=images, labels=[0, 1, 1, 1])
+    with pytest.raises(UserError, match="must both name their classes"):
+        sources.load("npz", tmp_path, "test")
+
+
+@pytest.mark.parametrize(
+    "labels, names, says",
+    [
+        ([0, 1, 2], ["a", "a", "b"], "the same name twice"),
+        ([0, 20_000_000, 1], None, "the highest label is 20000000"),
+    ],
+)
+def test_npz_classes_that_make_no_sense_are_refused(tmp_path, labels, names, says):
+    arrays = {"images": np.zeros((3, 8, 8), np.uint8), "labels": labels} | ({"class_names": names} if names else {})
+    np.savez(tmp_path / "x.npz", **arrays)
+    with pytest.raises(UserError, match=says):
+        sources.load("npz", tmp_path / "x.npz")
+
+
+def test_splits_are_found_whatever_their_case_and_one_class_is_none(tmp_path):
+    from PIL import Image
+
+    for place in ("Train/a", "Train/b", "Testing/a", "Testing/b", "up/data/a", "up/data/b"):
+        (tmp_path / place).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / place / "x.png")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "Train").rename(tmp_path / "own" / "Train")
+    (tmp_path / "Testing").rename(tmp_path / "own" / "Testing")
+    assert sources.load("folder", tmp_path / "own", "test").class_names == ("a", "b")
+    with pytest.raises(UserError, match="only one class folder, 'data'"):
+        sources.load("folder", tmp_path / "up")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -441,3 +442,43 @@ def test_an_evaluation_on_train_uses_the_batch_size(straight):
     summary, names = evaluating.evaluate_run(straight[0], "train", 300)
     assert summary["count"] == 1797 - 359 - 287 and names == tuple("0123456789")
     assert summary["split"] == "train" and sum(map(sum, summary["confusion"])) == summary["count"]
+
+
+@pytest.mark.parametrize("victim", ["state/_METADATA", "state", "state/manifest.ocdbt"])
+def test_a_damaged_checkpoint_is_one_line_that_names_it(straight, tmp_path, victim):
+    copy = tmp_path / "run"
+    shutil.copytree(straight[0], copy)
+    damaged = copy / "checkpoints" / "best" / str(straight[1]["best_step"]) / victim
+    shutil.rmtree(damaged) if damaged.is_dir() else damaged.unlink()
+    with pytest.raises(UserError, match=r"checkpoint .*/best/\d+ is damaged \(.*\); delete that folder"):
+        run.load_run(copy)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null"])
+@pytest.mark.parametrize("name", ["config.json", "results.json"])
+def test_damaged_json_is_one_line_that_names_it(straight, tmp_path, name, content):
+    copy = tmp_path / "run"
+    shutil.copytree(straight[0], copy, ignore=shutil.ignore_patterns("checkpoints"))
+    (copy / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        run.load_run(copy)
+    with pytest.raises(UserError, match=f"{name} is damaged"):
+        loop.train_and_evaluate(tiny(weight_decay=0.1, dropout=0.1), copy)
+
+
+def test_a_diverged_step_is_neither_saved_nor_chosen(tmp_path):
+    config = tiny(learning_rate=1e30, clip_norm=0.0, warmup_steps=0, log_every=100, eval_every=1, checkpoint_every=1)
+    with pytest.raises(UserError, match="the run diverged"):
+        loop.train_and_evaluate(config, tmp_path)
+    for saved in (tmp_path / "checkpoints" / "latest").glob("[0-9]*"):
+        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in state_of(tmp_path, int(saved.name)).values())
+
+
+def test_data_that_changed_since_the_run_are_not_evaluated(straight, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(straight[0], copy)
+    described = json.loads((copy / "config.json").read_text())
+    described["data_fingerprint"]["test"] = "0" * 64
+    (copy / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match="the test split of digits is no longer the run's"):
+        evaluating.evaluate_run(copy)

@@ -88,7 +88,7 @@ def load_config(path_and_argument: str, overrides: Sequence[tuple[str, str]] = (
         config = module.get_config(*([argument] if colon else []))
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError) and error.filename == path:
             place = f":{error.lineno}"
         else:

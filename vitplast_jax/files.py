@@ -31,9 +31,9 @@ def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: str | os.PathLike, text: str):
-    """Writes text as UTF-8."""
+    """Writes text as UTF-8; bytes of file names that are no UTF-8 are written as they are."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="surrogateescape"))
 
 
 def write_json(path: str | os.PathLike, value: Any):

@@ -134,6 +134,10 @@ def load_npz(name, path, split, validation, seed):
     class_names = parts.pop("class_names", None)
     if class_names is None:
         highest = max(int(labels.max(initial=0)) for _, labels, _ in parts.values())
+        if highest >= max(1000, sum(len(labels) for _, labels, _ in parts.values())):
+            raise UserError(
+                f"{path}: the highest label is {highest}, more than there are images; expected 0, 1, 2, ..."
+            )
         class_names = [str(i) for i in range(highest + 1)]
     if "train" not in parts and "all" not in parts:
         raise UserError(f"{path}: has no training examples; expected the arrays {_NPZ_HELP}")
@@ -162,11 +166,27 @@ def _read_npz_folder(path):
             found = _npz_parts(_read_npz(file), file)
             if split not in found and "all" not in found:
                 raise UserError(f"{file}: has no arrays images and labels")
-            parts[split] = found.get(split) or found["all"]
-            parts.setdefault("class_names", found.get("class_names"))
+            images, labels, where = found.get(split) or found["all"]
+            names = found.get("class_names")
+            if split == "train":
+                parts["class_names"] = names
+            elif names != parts.get("class_names"):
+                labels = _labels_by_name(labels, names, parts.get("class_names"), file)
+            parts[split] = (images, labels, where)
     if "train" not in parts:
         raise UserError(f"{os.path.join(path, 'train.npz')}: no such file; data.path must hold it or be an npz file")
     return parts
+
+
+def _labels_by_name(labels, names, known, file):
+    """Labels that count in the order of `names`, in the order of `known`."""
+    if names is None or known is None:
+        raise UserError(f"{file}: train.npz and this file must both name their classes (class_names), or neither")
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"{file}: unknown class {', '.join(unknown[:5])}; train.npz has {', '.join(known[:5])}")
+    if labels.max(initial=0) >= len(names):
+        raise UserError(f"{file}: label {labels.max()} has no name among its {len(names)} class_names")
+    return np.asarray([known.index(name) for name in names], labels.dtype)[labels]
 
 
 def _npz_parts(arrays, path):
@@ -185,7 +205,10 @@ def _npz_parts(arrays, path):
     if not parts:
         raise UserError(f"{path}: has the arrays {', '.join(sorted(arrays)) or 'none'}; expected {_NPZ_HELP}")
     if "class_names" in arrays:
-        parts["class_names"] = [str(name) for name in arrays["class_names"].ravel()]
+        names = [name.decode() if isinstance(name, bytes) else str(name) for name in arrays["class_names"].ravel()]
+        if len(set(names)) < len(names):
+            raise UserError(f"{path}: class_names holds the same name twice")
+        parts["class_names"] = names
     return parts
 
 

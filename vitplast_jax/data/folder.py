@@ -19,7 +19,11 @@ from vitplast_jax.data import sources
 from vitplast_jax.data.decode import is_image
 from vitplast_jax.errors import UserError
 
-ALIASES = {"train": ("train",), "validation": ("validation", "val", "valid"), "test": ("test",)}
+ALIASES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "val", "valid"),
+    "test": ("test", "testing"),
+}
 
 
 def load_folder(name, path, split, validation, seed):
@@ -79,8 +83,9 @@ def _notes(labels, class_names, indices):
 
 
 def _place(path, split):
-    """The name of the folder that holds a split, or None."""
-    found = [alias for alias in ALIASES[split] if os.path.isdir(os.path.join(path, alias))]
+    """The name of the folder that holds a split, whatever its case, or None."""
+    folders = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    found = [name for name in folders if name.lower() in ALIASES[split]]
     if len(found) > 1:
         raise UserError(f"{path}: both {found[0]} and {found[1]} exist; keep one as the {split} split")
     return found[0] if found else None
@@ -119,6 +124,8 @@ def _scan(path, place):
             )
         files += found
         labels += [label] * len(found)
+    if len(folders) == 1:
+        raise UserError(f"{root}: only one class folder, {folders[0]!r}; expected one folder a class, two at least")
     return tuple(folders), files, np.asarray(labels, np.int32), tuple(ignored)
 
 

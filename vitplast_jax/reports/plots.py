@@ -7,6 +7,7 @@ Colours are Okabe and Ito's; every series also has its own marker or line style,
 
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ _GREY = "#6E6E6E"
 
 # colour, marker and line style of each component, the same in every picture
 COMPONENT_STYLE = {
+    "text.parse_math": False,  # a class may be called $x$
     "ln1": (_SKY, "v", (0, (1, 1))),
     "mha": (_RED, "o", "-"),
     "ln2": (_PURPLE, "^", (0, (1, 1))),
@@ -49,7 +51,8 @@ def _draw(png, size: tuple[float, float], fill) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         FigureCanvasAgg(figure)  # a canvas of our own: no global state, no display, safe beside a user's pyplot
         fill(figure)

@@ -7,6 +7,7 @@ States are saved as plain nested dicts of their leaves' paths, so that reading o
 are always restored into a target, which carries shapes, dtypes and the current shardings.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,7 +108,8 @@ def _save(manager: ocp.CheckpointManager, step: int, state, record: Mapping | No
 def _restore(manager: ocp.CheckpointManager, step: int, target):
     where = manager.directory / str(step)
     expected = trees.flatten(_plain(target))
-    stored = trees.flatten(manager.item_metadata(step).state)
+    with _damage_is_said(where):
+        stored = trees.flatten(manager.item_metadata(step).state)
     problems = [f"{path} is missing" for path in expected if path not in stored]
     problems += [f"{path} is not expected" for path in stored if path not in expected]
     for path in expected.keys() & stored.keys():
@@ -117,9 +119,22 @@ def _restore(manager: ocp.CheckpointManager, step: int, target):
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"checkpoint {where} does not fit this run: " + "; ".join(problems[:5]) + more)
-    restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_plain(target)))).state
+    with _damage_is_said(where):
+        restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_plain(target)))).state
     flat = trees.flatten(restored)
     return jax.tree.unflatten(jax.tree.structure(target), [flat[path] for path in _paths(target)])
+
+
+@contextlib.contextmanager
+def _damage_is_said(where):
+    """Orbax and the storage below it raise errors of many kinds; all mean that the checkpoint cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+        raise UserError(
+            f"checkpoint {where} is damaged ({reason}); delete that folder to go on from an older one"
+        ) from error
 
 
 def _paths(tree) -> list[str]:

@@ -105,6 +105,12 @@ def evaluate_run(workdir, split: str = "test", batch_size: int = 0) -> tuple[dic
     source = inputs.load_split(config, split)
     if source is None:
         raise UserError(f"the data of {workdir} have no {split} split; there may be train, validation or test")
+    trained_on = finished.description.get("data_fingerprint", {}).get(split)
+    if trained_on not in (None, source.fingerprint):
+        raise UserError(
+            f"the {split} split of {config.data.path or config.data.name} is no longer the run's (sha256 "
+            f"{source.fingerprint[:12]}..., expected {trained_on[:12]}...): images it was trained on may be among them"
+        )
     source = inputs.with_labels_of(source, finished.class_names)
     mesh = sharding.make_mesh(-1, math.gcd(config.mesh.fsdp, jax.device_count()))  # the devices that are here now
     evaluator = Evaluator(finished.spec, mesh, {split: source}, config)

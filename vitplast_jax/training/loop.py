@@ -135,9 +135,14 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                 state, measured = train_step(state, frozen, batch)
                 bar.update()
 
+                evaluates, saves = (
+                    step % n == 0 or step == config.steps for n in (config.eval_every, config.checkpoint_every)
+                )
+                if evaluates or saves:
+                    check_finite(measured, step, checkpoints.latest_step())
                 if step % config.log_every == 0 or step == config.steps:
+                    check_finite(measured, step, checkpoints.latest_step())
                     line = {name: float(value) for name, value in measured.items()}
-                    check_finite(line, step, checkpoints.latest_step())
                     elapsed = time.monotonic() - mark
                     rate = (step - logged) * config.batch_size / elapsed
                     log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
@@ -145,7 +150,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                     mark, waited, logged = time.monotonic(), 0.0, step
 
                 paused = time.monotonic()
-                if step % config.eval_every == 0 or step == config.steps:
+                if evaluates:
                     summary = evaluator(state.trainable, frozen, "validation")
                     if summary is not None:
                         log.write(step=step, split="validation", **summary)
@@ -155,7 +160,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                         record = {**record, "best_step": step, "best_accuracy": accuracy}
                         checkpoints.save_best(step, state.trainable)
 
-                if step % config.checkpoint_every == 0 or step == config.steps:
+                if saves:
                     record = {**record, "seconds": earlier + time.monotonic() - began}
                     checkpoints.save_latest(step, state, record)
                 mark += time.monotonic() - paused
@@ -190,12 +195,13 @@ def is_better(summary: Mapping | None, best: float | None) -> bool:
     return summary is None or best is None or summary["accuracy"] > best
 
 
-def check_finite(line: Mapping[str, float], step: int, saved: int | None):
-    """Stops a run whose loss or gradient is no number: nothing after that can be used."""
-    if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
+def check_finite(measured: Mapping[str, Any], step: int, saved: int | None):
+    """Stops a run whose loss or gradient is no number, before it is logged, saved or chosen as the best."""
+    loss, norm = float(measured["loss"]), float(measured["grad_norm"])
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         kept = f"the checkpoint of step {saved} is kept" if saved is not None else "nothing had been saved"
         raise UserError(
-            f"at step {step} the loss is {line['loss']} and the gradient norm {line['grad_norm']}: the run diverged "
+            f"at step {step} the loss is {loss} and the gradient norm {norm}: the run diverged "
             f"({kept}); lower config.learning_rate, or clip with config.clip_norm"
         )
 

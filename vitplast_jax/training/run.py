@@ -31,7 +31,10 @@ FREE_KEYS = (
     *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
     *("data.path", "data.threads", "mesh.data", "mesh.fsdp"),
 )
-RUN_FILES = ("results.json", "metrics.jsonl", "checkpoints", "environment.json", "config.json")
+RUN_FILES = (
+    *("results.json", "evaluation.json", "confusion.csv", "confusion.png", "curves.png"),
+    *("metrics.jsonl", "checkpoints", "environment.json", "config.json"),
+)
 FORMAT = 1
 
 
@@ -88,12 +91,7 @@ def check_claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite
         return claim
     old = read_description(workdir)
     _check_same(old, described, workdir)
-    try:
-        return dataclasses.replace(claim, results=json.loads((workdir / "results.json").read_text()))
-    except FileNotFoundError:
-        return dataclasses.replace(claim, parts=old.get("parts"))
-    except ValueError:
-        raise UserError(f"{workdir}/results.json is damaged; delete it to let the run end again") from None
+    return dataclasses.replace(claim, results=read_results(workdir), parts=old.get("parts"))
 
 
 @contextlib.contextmanager
@@ -161,15 +159,31 @@ def read_description(workdir: str | Path) -> dict[str, Any]:
     path = Path(workdir) / "config.json"
     try:
         described = json.loads(path.read_text())
+        if not {"spec", "class_names", "base_weights", "data"} <= described.keys():
+            raise ValueError
         if described["format"] > FORMAT:
             raise UserError(
                 f"{path} was written by a newer version (format {described['format']}); update vitplast_jax"
             )
     except FileNotFoundError:
         raise UserError(f"{workdir} is not a run's folder: it has no config.json") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is damaged: it is not the JSON that train wrote") from None
     return described
+
+
+def read_results(workdir: str | Path) -> dict[str, Any] | None:
+    """``results.json`` of a run, None where it has not ended."""
+    path = Path(workdir) / "results.json"
+    try:
+        results = json.loads(path.read_text())
+        if not {"test", "validation", "best_step", "trainable", "parameters"} <= results.keys():
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError):
+        raise UserError(f"{path} is damaged: not what train writes; delete it to let the run end again") from None
+    return results
 
 
 def environment() -> dict[str, Any]:
@@ -271,10 +285,8 @@ def _here():
 
 def _best_step(folder: Path) -> int:
     steps = [int(entry.name) for entry in (folder / "checkpoints" / "best").glob("*") if entry.name.isdigit()]
-    try:
-        recorded = json.loads((folder / "results.json").read_text())["best_step"]
-    except (FileNotFoundError, ValueError, KeyError):
-        recorded = max(steps, default=None)
+    results = read_results(folder)
+    recorded = max(steps, default=None) if results is None else results["best_step"]
     if recorded not in steps:
         raise UserError(f"{folder} has no best checkpoint yet; let train reach its first validation")
     return recorded
