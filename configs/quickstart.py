@@ -19,12 +19,12 @@ def get_config(components="mha"):
     config.data.shift = 0.1
     config.data.flip = False  # a mirrored 2 is no digit
     config.batch_size = 64
-    config.steps = 400
+    config.steps = 320
     config.warmup_steps = 40
     config.optimizer = "adamw"
     config.learning_rate = 3e-3
-    config.eval_every = 100
-    config.checkpoint_every = 100
+    config.eval_every = 80
+    config.checkpoint_every = 80
     config.measure.protocol = "reference"
     config.measure.images = 512
     return config

@@ -2,19 +2,20 @@
 
 import json
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from vitplast_jax import models, trees
-from vitplast_jax.data import sources
+from vitplast_jax.data import arrays, sources
 from vitplast_jax.training import inputs
 from vitplast_jax.weights import convert, places
 
 NAME = "vit_pico_patch4_28.fashion_mnist"
 PATH = os.path.join(places.ASSETS, f"{NAME}.safetensors")
-DESCRIBED = json.loads(open(PATH.replace(".safetensors", ".json"), encoding="utf-8").read())
+DESCRIBED = json.loads(Path(PATH.replace(".safetensors", ".json")).read_text(encoding="utf-8"))
 
 
 def test_it_is_small_and_says_where_it_comes_from():
@@ -37,13 +38,13 @@ def test_the_sample_is_of_its_pretraining_images():
         images, labels = sample["images"], sample["labels"]
     assert images.dtype == np.uint8 and images.shape[1:] == (28, 28, 1) and len(images) == len(labels) >= 512
     assert set(labels) == set(range(10))
-    if os.path.isdir(sources.FASHION_MNIST_PATH):
+    if os.path.isdir(arrays.FASHION_MNIST_PATH):
         train = sources.load("fashion_mnist", split="train", validation=0)
         known = {image.tobytes() for image in train.images}
         assert all(image.tobytes() in known for image in images)
 
 
-@pytest.mark.skipif(not os.path.isdir(sources.FASHION_MNIST_PATH), reason="dataset-fashion-mnist is not installed")
+@pytest.mark.skipif(not os.path.isdir(arrays.FASHION_MNIST_PATH), reason="dataset-fashion-mnist is not installed")
 def test_its_accuracy_is_what_its_provenance_says():
     test = sources.load("fashion_mnist", split="test")
     model = convert.load_model(NAME)

@@ -51,7 +51,8 @@ class Source:
             digest.update(repr(self.images.shape).encode())
             digest.update(np.ascontiguousarray(self.images))
         if self.files is not None:  # sizes show that files were encoded anew; their bytes are not read for it
-            digest.update(json.dumps([os.path.getsize(file) for file in self.files]).encode())
+            sizes = [os.path.getsize(file) if os.path.exists(file) else None for file in self.files]
+            digest.update(json.dumps(sizes).encode())
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
     def __len__(self) -> int:

@@ -21,7 +21,6 @@ _GREY = "#6E6E6E"
 
 # colour, marker and line style of each component, the same in every picture
 COMPONENT_STYLE = {
-    "text.parse_math": False,  # a class may be called $x$
     "ln1": (_SKY, "v", (0, (1, 1))),
     "mha": (_RED, "o", "-"),
     "ln2": (_PURPLE, "^", (0, (1, 1))),
@@ -45,13 +44,13 @@ _STYLE = {
 }
 
 
-def _draw(png, size: tuple[float, float], fill) -> None:
+def _draw(png, size: tuple[float, float], fill, **style) -> None:
     """Makes a figure of `size` inches, lets `fill(figure)` draw on it and puts the PNG in place at once."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(_STYLE | style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box
         figure = Figure(figsize=size, dpi=130, layout="constrained")
         FigureCanvasAgg(figure)  # a canvas of our own: no global state, no display, safe beside a user's pyplot
@@ -281,4 +280,4 @@ def plot_confusion(matrix, class_names: Sequence[str], png: str | os.PathLike, t
         axes.set(xlabel="predicted", ylabel="true")
         figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the true class")
 
-    _draw(png, (side + 0.8, side), fill)
+    _draw(png, (side + 0.8, side), fill, **{"text.parse_math": False})
