@@ -174,7 +174,7 @@ def raiser(error):
         (KeyError("blocks"), 1, "error: KeyError: blocks (--debug shows where)\n"),
         (MemoryError(), 1, "error: MemoryError (--debug shows where)\n"),
         (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied (--debug shows where)\n"),
-        (KeyboardInterrupt(), 130, "stopped; the same command continues\n"),
+        (KeyboardInterrupt(), 130, "stopped; train continues with the same command\n"),
     ],
 )
 def test_what_main_raises(call, error, status, line):
