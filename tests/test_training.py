@@ -421,7 +421,7 @@ def test_a_run_that_diverges_stops_with_a_line_that_says_so(tmp_path):
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path):
-    claim = run.Claim({"format": 1}, (), overwrite=False)
+    claim = run.Claim({"format": 1}, overwrite=False)
     with run.take(tmp_path, claim, 1), pytest.raises(UserError, match="another process trains in"):
         with run.take(tmp_path, claim, 1):
             pass

@@ -56,6 +56,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     start = load_start(config, train.class_names)
     spec = start.spec
     mask = run.trainable_mask(config, start.params)
+    trains = run.applied_selectors(config, components.counts(start.params))
     counted = count_parameters(start.params, mask)
     trainable, frozen = trees.partition(start.params, mask)
     facts = {
@@ -135,13 +136,11 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                 state, measured = train_step(state, frozen, batch)
                 bar.update()
 
-                evaluates, saves = (
-                    step % n == 0 or step == config.steps for n in (config.eval_every, config.checkpoint_every)
-                )
-                if evaluates or saves:
+                periods = (config.log_every, config.eval_every, config.checkpoint_every)
+                logs, evaluates, saves = (step % period == 0 or step == config.steps for period in periods)
+                if logs or evaluates or saves:
                     check_finite(measured, step, checkpoints.latest_step())
-                if step % config.log_every == 0 or step == config.steps:
-                    check_finite(measured, step, checkpoints.latest_step())
+                if logs:
                     line = {name: float(value) for name, value in measured.items()}
                     elapsed = time.monotonic() - mark
                     rate = (step - logged) * config.batch_size / elapsed
@@ -170,7 +169,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         results = {split: evaluator(best, frozen, split) for split in ("test", "validation")}
         results |= {
             "best_step": record["best_step"],
-            "trainable": run.applied_selectors(config, claim.components),
+            "trainable": trains,
             "parameters": counted,
             "protocol": describe_protocol(config, spec, results["validation"] is not None),
             "data_fingerprint": facts["data_fingerprint"],

@@ -56,7 +56,6 @@ class Claim:
     """A folder looked at before a run takes it: ``results`` if the run in it has ended, ``parts`` if it was begun."""
 
     described: Mapping[str, Any]
-    components: tuple[str, ...]
     overwrite: bool
     results: Mapping[str, Any] | None = None
     parts: int | None = None
@@ -76,8 +75,7 @@ def check_claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite
     workdir = Path(workdir)
     described = {"format": FORMAT, **json.loads(settings.to_json(config)), **facts}
     described = json.loads(json.dumps(described))  # tuples become lists, as they will be read back
-    components_there = tuple(components.counts(models.abstract_parameters(specs.from_dict(described["spec"]))))
-    claim = Claim(described, components_there, overwrite)
+    claim = Claim(described, overwrite)
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir {workdir} is a file; name a folder")
     if overwrite or not workdir.exists():
