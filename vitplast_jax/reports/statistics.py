@@ -68,7 +68,8 @@ def wilcoxon_greater(a: Sequence[float], b: Sequence[float]) -> float | None:
 def holm(pvalues: Sequence[float | None]) -> list[float | None]:
     """Holm's step-down correction (1979) of a family of p-values; None stays None and does not count.
 
-    The i-th smallest of m (from 0) is multiplied by m - i; no corrected value is below that of a smaller one, or above 1.
+    The i-th smallest of m (from 0) is multiplied by m - i; no corrected value is below that of a smaller one, none
+    above 1.
     """
     known = sorted((p, place) for place, p in enumerate(pvalues) if p is not None)
     corrected: list[float | None] = [None] * len(pvalues)

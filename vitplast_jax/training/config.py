@@ -168,6 +168,43 @@ def factors(meaning: str) -> Field:
     return Field((), read, "selector=factor texts such as head=10,ln1@0-5=0.1, factors from 0", meaning)
 
 
+_AXIS = re.compile(r"\s*(?P<key>[a-z][a-z0-9_.]*)\s*=(?P<values>.*)", re.DOTALL)
+
+
+def axes(meaning: str) -> Field:
+    """Axes of a grid, ``KEY=VALUE|VALUE``: every value in the spelling that KEY itself takes on a command line.
+
+    A comma parts two axes where a KEY= follows it, so ``trainable=ln1,ln2|all,seed=0|1`` has two.
+    """
+
+    def read(value: Any) -> tuple[str, ...]:
+        result = []
+        for text in [value] if isinstance(value, str) else value:
+            result += re.split(r",(?=[\s'\"]*[a-z][a-z0-9_.]*=)", text.strip("()[]") if text[:1] in "([" else text)
+        parts, result = [part.strip().strip("'\"") for part in result if part.strip()], []
+        for part in parts:
+            key, values = split_axis(part)
+            if key == "sweep" or key not in FIELDS:
+                raise ValueError
+            for given in values:
+                FIELDS[key].read(given)
+            result.append(f"{key}={'|'.join(values)}")
+        if len({split_axis(axis)[0] for axis in result}) < len(result):
+            raise ValueError
+        return tuple(result)
+
+    allowed = "KEY=VALUE|VALUE texts such as trainable=mha|fc1,seed=0|1; each KEY once, with values that it may hold"
+    return Field((), read, allowed, meaning)
+
+
+def split_axis(text: str) -> tuple[str, list[str]]:
+    """``"KEY=VALUE|VALUE"`` -> (KEY, the values as text); ValueError if it is none."""
+    match = _AXIS.fullmatch(text)
+    if not match:
+        raise ValueError(text)
+    return match["key"], [given.strip() for given in match["values"].split("|")]
+
+
 def _crop(low: float, high: float) -> bool:
     return 0 < low <= high
 
@@ -226,6 +263,7 @@ FIELDS: dict[str, Field] = {
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
     "remat": choice("none", ("none", "block"), "recompute activations by block: less memory, more time"),
+    "sweep": axes("the grid that sweep runs; train runs one of its cells"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),

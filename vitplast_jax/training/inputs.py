@@ -108,6 +108,12 @@ def to_devices(batch: Mapping, mesh) -> dict[str, jax.Array]:
     return {name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()}
 
 
+def run_values(config, mesh) -> dict[str, jax.Array]:
+    """What runs may differ in without being compiled anew: ``seed`` uint32 [], ``learning_rate`` float32 []."""
+    values = {"seed": np.uint32(config.seed), "learning_rate": np.float32(config.learning_rate)}
+    return jax.device_put(values, sharding.replicated(mesh))
+
+
 def example_batch(batch_size: int, source, size, mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch, for compiling before the first one is read."""
     shape = source.images.shape[1:] if source.images is not None else (*size, 3)

@@ -147,6 +147,19 @@ def _check_same(old: Mapping, new: Mapping, workdir: Path):
         )
 
 
+def is_finished(workdir: str | Path, config) -> bool:
+    """Whether a folder holds the finished run of just this config; what it does not compare, ``train`` does."""
+    if read_results(workdir) is None:
+        return False
+    old = json.loads(settings.to_json(_config_of(read_description(workdir))))
+    new = json.loads(settings.to_json(config))
+    kept = [
+        trees.flatten({k: v for k, v in described.items() if k not in ("measure", "sweep")}) for described in (old, new)
+    ]
+    old, new = ({path.replace("/", "."): value for path, value in flat.items()} for flat in kept)
+    return all(old[key] == new[key] for key in new if key not in FREE_KEYS)
+
+
 def _short(value) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
