@@ -1,6 +1,5 @@
 """The measuring pass against a float64 reimplementation of the protocol, the result's contract, and the command."""
 
-import csv
 import json
 
 import jax
@@ -381,79 +380,3 @@ def test_perturbations_have_their_radius_and_small_ones_give_the_derivative(mode
             for f in [lambda image, component=component: component(model.embed(image))]
         ]
         assert row["mean"] == pytest.approx(float(np.mean(rates)), rel=2e-2)
-
-
-# --- the command -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def config_file(tmp_path):
-    """A config on the digits with a small random ViT stored as a file, and a sample of images beside it."""
-    from vitplast_jax.weights.export import save_timm
-
-    spec = models.specs.replace(SPEC, img_size=28, patch_size=(7, 7))
-    rng = np.random.default_rng(0)
-    shapes = models.abstract_parameters(spec)
-    save_timm(
-        trees.map_paths(lambda _, leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes),
-        spec,
-        tmp_path / "small.safetensors",
-    )
-    images = np.random.default_rng(0).integers(0, 256, (12, 28, 28, 1), dtype=np.uint8)
-    np.savez(tmp_path / "small.sample.npz", images=images, labels=np.zeros(12, np.int32))
-    path = tmp_path / "config.py"
-    path.write_text(
-        "from vitplast_jax.training.config import default_config\n"
-        "def get_config():\n"
-        "    config = default_config()\n"
-        f"    config.weights = {str(tmp_path / 'small.safetensors')!r}\n"
-        "    config.data.name = 'digits'\n"
-        "    config.measure.batch_size = 8\n"
-        "    return config\n"
-    )
-    return path
-
-
-def run_command(*arguments):
-    from vitplast_jax import command
-    from vitplast_jax import measure as measure_command
-
-    with pytest.raises(SystemExit) as ending:
-        command.run(measure_command.main, measure_command.__doc__, measure_command.FLAGS, arguments)
-    return ending.value.code
-
-
-def test_command_writes_files_that_agree(config_file, tmp_path, capsys):
-    folder = tmp_path / "out"
-    assert run_command(f"--config={config_file}", f"--workdir={folder}") == 0
-    printed = capsys.readouterr().out
-    result = json.loads((folder / "plasticity.json").read_text())
-    assert (result["pairs"], result["images_x"], result["images_y"]) == (12, 12, 12)
-    with open(folder / "plasticity.csv") as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(result["rows"]) == 5 * SPEC.depth
-    for line, row in zip(lines, result["rows"], strict=True):
-        assert (int(line["block"]), line["component"]) == (row["block"], row["component"])
-        assert float(line["mean"]) == row["mean"] and float(line["quantiles_0.5"]) == row["quantiles"]["0.5"]
-        assert f"{row['mean']:.3f}" in printed
-    assert (folder / "plasticity.png").read_bytes()[:4] == b"\x89PNG"
-    assert "12 matched pairs" in printed and trainable_line(result["recommendation"]) in printed
-
-
-def test_command_without_a_sample_says_what_to_do(config_file, tmp_path, capsys):
-    (tmp_path / "small.sample.npz").unlink()
-    assert run_command(f"--config={config_file}", f"--workdir={tmp_path / 'out'}") == 1
-    error = capsys.readouterr().err
-    assert "--config.measure.x_name" in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_command_says_first_that_the_folder_cannot_be_written(config_file, tmp_path, capsys):
-    (tmp_path / "taken").write_text("")
-    assert run_command(f"--config={config_file}", f"--workdir={tmp_path / 'taken' / 'out'}") == 1
-    assert "taken is a file" in capsys.readouterr().err
-
-
-def test_command_needs_one_of_config_and_run(tmp_path, capsys):
-    assert run_command(f"--workdir={tmp_path}") == 2
-    assert "--config" in capsys.readouterr().err
