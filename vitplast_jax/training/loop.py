@@ -29,7 +29,11 @@ from vitplast_jax.training.step import TrainState, make_train_step
 
 
 def train_and_evaluate(
-    config, workdir: str | Path, overwrite: bool = False, shared: Shared | None = None
+    config,
+    workdir: str | Path,
+    overwrite: bool = False,
+    chosen: Mapping | None = None,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Trains as the config says, tests the best validated checkpoint, and returns what ``results.json`` holds.
 
@@ -39,6 +43,7 @@ def train_and_evaluate(
       config: from :func:`vitplast_jax.training.config.validate`.
       workdir: the run's folder.
       overwrite: discard the run that the folder holds.
+      chosen: why these components train, where a measurement chose them; kept in ``config.json``.
       shared: what runs of one grid do once, data and programs; such a run says nothing but its errors.
     Raises:
       UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
@@ -76,6 +81,8 @@ def train_and_evaluate(
         "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
     }
+    if chosen is not None:
+        facts["chosen"] = dict(chosen)
     claim = run.check_claim(workdir, config, facts, overwrite)
     if claim.results is not None:
         tell(f"{workdir} holds the finished run; nothing to do")

@@ -128,7 +128,7 @@ def take(workdir: str | Path, claim: Claim, parts: int):
 
 def _check_same(old: Mapping, new: Mapping, workdir: Path):
     def flat(described):
-        kept = {key: value for key, value in described.items() if key not in ("measure", "parts")}
+        kept = {key: value for key, value in described.items() if key not in ("measure", "parts", "chosen")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     # A key that a later version added has its default in an older run.
@@ -151,12 +151,12 @@ def is_finished(workdir: str | Path, config) -> bool:
     """Whether a folder holds the finished run of just this config; what it does not compare, ``train`` does."""
     if read_results(workdir) is None:
         return False
-    old = json.loads(settings.to_json(_config_of(read_description(workdir))))
-    new = json.loads(settings.to_json(config))
-    kept = [
-        trees.flatten({k: v for k, v in described.items() if k not in ("measure", "sweep")}) for described in (old, new)
-    ]
-    old, new = ({path.replace("/", "."): value for path, value in flat.items()} for flat in kept)
+
+    def flat(config):
+        kept = {key: value for key, value in config.to_dict().items() if key not in ("measure", "sweep")}
+        return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
+
+    old, new = flat(_config_of(read_description(workdir))), flat(config)
     return all(old[key] == new[key] for key in new if key not in FREE_KEYS)
 
 
