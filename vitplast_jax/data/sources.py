@@ -85,7 +85,7 @@ def load(
     """Loads one split of a source.
 
     Args:
-      name: digits, fashion_mnist, idx, npz or folder.
+      name: digits, digits_cluttered, fashion_mnist, idx, npz or folder.
       path: where it lies; digits need none, fashion_mnist has a default.
       split: train, validation or test.
       validation: share of the training examples held out as validation where the data brings no such split; 0 for none.
@@ -94,10 +94,11 @@ def load(
     Returns:
       The split, or None where there is none (validation=0, or a set with its own splits that lacks this one).
     """
-    from vitplast_jax.data import arrays, folder  # which import this module
+    from vitplast_jax.data import arrays, clutter, folder  # which import this module
 
     loaders = {
         "digits": arrays.load_digits,
+        "digits_cluttered": clutter.load,
         "fashion_mnist": arrays.load_idx,
         "folder": folder.load_folder,
         "idx": arrays.load_idx,

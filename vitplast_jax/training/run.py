@@ -132,7 +132,7 @@ def _check_same(old: Mapping, new: Mapping, workdir: Path):
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     # A key that a later version added has its default in an older run.
-    old, new = flat({**json.loads(settings.to_json(_config_of(old))), **old}), flat(new)
+    old, new = flat({**json.loads(settings.to_json(config_of(old))), **old}), flat(new)
     if old.get("base_weights.sha256") == new.get("base_weights.sha256"):  # the same bytes at another place
         for described in (old, new):
             for key in ("weights", "base_weights.source"):
@@ -156,7 +156,7 @@ def is_finished(workdir: str | Path, config) -> bool:
         kept = {key: value for key, value in config.to_dict().items() if key not in ("measure", "sweep")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
-    old, new = flat(_config_of(read_description(workdir))), flat(config)
+    old, new = flat(config_of(read_description(workdir))), flat(config)
     return all(old[key] == new[key] for key in new if key not in FREE_KEYS)
 
 
@@ -263,7 +263,7 @@ def trainable_mask(config, params: Mapping) -> trees.Tree:
     return components.mask(params, applied_selectors(config, components.counts(params)))
 
 
-def _config_of(described: Mapping):
+def config_of(described: Mapping):
     """The checked config in what ``config.json`` holds."""
     return settings.validate({key: described[key] for key in settings.default_config() if key in described})
 
@@ -276,7 +276,7 @@ def load_run(workdir: str | Path) -> Run:
     """
     folder = Path(workdir)
     described = read_description(folder)
-    config = _config_of(described)
+    config = config_of(described)
     spec = specs.from_dict(described["spec"])
     best_step = _best_step(folder)
     class_names = tuple(described["class_names"])
