@@ -1,5 +1,5 @@
-"""Does plasticity predict? 7 component configurations x 3 learning rates x 2 seeds, on two tasks: digits, and the harder
-digits that are turned and lie among fragments of others (data/clutter.py).
+"""Does plasticity predict? 7 component configurations x 3 learning rates x 2 seeds, on two tasks: digits, and digits
+that are turned and lie among fragments of others (data/clutter.py), which are harder.
 
   python -m vitplast_jax.sweep --config configs/quickstart_sweep.py --workdir runs/sweep
   python -m vitplast_jax.report --workdir runs/sweep

@@ -273,8 +273,8 @@ def markdown(summary: Mapping[str, Any]) -> str:
     ]
     if summary["tests"]:
         parts += [
-            f"{summary['tests'][0]['against']} against the others, paired by task and seed: two-sided paired t, one-sided "
-            "Wilcoxon, and both with Holm's correction.",
+            f"{summary['tests'][0]['against']} against the others, paired by task and seed: two-sided paired t, "
+            "one-sided Wilcoxon, and both with Holm's correction.",
             tables.markdown_table(summary["tests"], [name for name in summary["tests"][0] if name != "against"]),
         ]
     if summary["agreement"]:
