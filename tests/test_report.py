@@ -1,4 +1,4 @@
-"""Summaries of runs by hand, a page that needs nothing else and escapes everything, the command on folders of all kinds."""
+"""Summaries of runs by hand; a page that needs nothing else and escapes everything; folders of all kinds."""
 
 import csv
 import json

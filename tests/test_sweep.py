@@ -1,4 +1,4 @@
-"""A grid of small real runs: one program a component, cells equal to runs of their own, and every way to be cut short."""
+"""A grid of small real runs: one program a component, cells that equal runs of their own, failures, repetition."""
 
 import json
 

@@ -108,7 +108,7 @@ def sweep_sections(summary: Mapping[str, Any], folder: Path) -> list[tuple[str, 
         tests = [
             page.paragraph(
                 f"{summary['tests'][0]['against']} against each other configuration, paired by task and seed: "
-                "two-sided paired t-test, one-sided Wilcoxon signed-rank test, and both with Holm's correction for the family."
+                "two-sided paired t-test, one-sided Wilcoxon signed-rank test, and both with Holm's correction."
             ),
             page.table(summary["tests"], [name for name in summary["tests"][0] if name != "against"]),
         ]

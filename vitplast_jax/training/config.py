@@ -263,6 +263,7 @@ FIELDS: dict[str, Field] = {
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
     "remat": choice("none", ("none", "block"), "recompute activations by block: less memory, more time"),
+    "probe.places": choice("all", ("all", "last"), "after each component of each block, or the paper's place alone"),
     "sweep": axes("the grid that sweep runs; train runs one of its cells"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),

@@ -128,7 +128,7 @@ def take(workdir: str | Path, claim: Claim, parts: int):
 
 def _check_same(old: Mapping, new: Mapping, workdir: Path):
     def flat(described):
-        kept = {key: value for key, value in described.items() if key not in ("measure", "parts", "chosen")}
+        kept = {key: value for key, value in described.items() if key not in ("measure", "probe", "parts", "chosen")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     # A key that a later version added has its default in an older run.
@@ -153,7 +153,7 @@ def is_finished(workdir: str | Path, config) -> bool:
         return False
 
     def flat(config):
-        kept = {key: value for key, value in config.to_dict().items() if key not in ("measure", "sweep")}
+        kept = {key: value for key, value in config.to_dict().items() if key not in ("measure", "probe", "sweep")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     old, new = flat(config_of(read_description(workdir))), flat(config)
