@@ -22,7 +22,6 @@ from tqdm import tqdm
 from vitplast_jax import models, sharding
 from vitplast_jax.data import pipeline, sources
 from vitplast_jax.training import inputs, metrics
-from vitplast_jax.training.loop import describe_protocol
 from vitplast_jax.training.start import load_start
 
 # component -> its output among a block's activations, before that is added to the residual stream, which "block" is
@@ -118,9 +117,12 @@ def probe(config) -> dict[str, Any]:
 
 
 def _protocol(config, spec) -> dict[str, Any]:
-    described = describe_protocol(config, spec, True)
-    described = {name: value for name, value in described.items() if name not in ("augmentation", "selection")}
-    return described | {
+    return {
+        "data": config.data.name,
+        "validation": config.data.validation,
+        "split_seed": config.data.split_seed,
+        "image_size": list(spec.img_size),
+        "preprocessing": models.specs.to_dict(spec)["preprocessing"],
         "features": "no augmentation; L2-normalised, then standardised over the training split",
         "classifier": f"logistic regression, C = 1, at most {MOST_ITERATIONS} iterations, fitted on train",
     }
