@@ -193,7 +193,7 @@ def axes(meaning: str) -> Field:
             raise ValueError
         return tuple(result)
 
-    allowed = "KEY=VALUE|VALUE texts such as trainable=mha|fc1,seed=0|1; each KEY once, with values that it may hold"
+    allowed = "KEY=VALUE|VALUE texts, each KEY once, as in trainable=mha|fc1,seed=0|1"
     return Field((), read, allowed, meaning)
 
 
@@ -264,7 +264,7 @@ FIELDS: dict[str, Field] = {
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
     "remat": choice("none", ("none", "block"), "recompute activations by block: less memory, more time"),
     "probe.places": choice("all", ("all", "last"), "after each component of each block, or the paper's place alone"),
-    "sweep": axes("the grid that sweep runs; train runs one of its cells"),
+    "sweep": axes("the grid of runs of sweep"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),
