@@ -189,7 +189,7 @@ class RateStatistics:
 
     def state(self) -> dict[str, np.ndarray]:
         """Everything streamed so far as arrays, from which :meth:`restore` continues with the identical numbers."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, (np.ndarray, np.generic))}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes over what :meth:`state` gave, of statistics of the same shape."""
