@@ -56,7 +56,8 @@ def pairwise_distances(x: jax.Array, y: jax.Array) -> jax.Array:
     """Frobenius distances of every `x[i]` to every `y[j]`: [n, ...] and [m, ...] -> [n, m].
 
     By one matrix product of the centred inputs, |u|^2 + |v|^2 - 2 u.v, which reads every input once. It would cancel
-    for nearly equal inputs, so if any pair of the tile is nearer than `_NEAR` allows, differences are formed instead.
+    for nearly equal inputs, so the rows of x that have such a pair are done again from differences. (A nested vmap of
+    differences writes all n * m of them to memory, which is several times slower than one row at a time.)
     """
     chex.assert_equal_shape_suffix((x, y), x.ndim - 1)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -65,16 +66,12 @@ def pairwise_distances(x: jax.Array, y: jax.Array) -> jax.Array:
     u, v = u - centre, v - centre
     together = jnp.square(u).sum(1)[:, None] + jnp.square(v).sum(1)[None]
     squares = together - 2 * jnp.matmul(u, v.T, precision=lax.Precision.HIGHEST)
-    return lax.cond(
-        jnp.any(squares < _NEAR * together),
-        lambda: _distances_by_rows(x, y),
-        lambda: jnp.sqrt(squares),
-    )
 
+    def finish_row(row):
+        one, squares, near = row
+        return lax.cond(near.any(), lambda: jax.vmap(lambda other: _distance(one, other))(y), lambda: jnp.sqrt(squares))
 
-def _distances_by_rows(x, y):
-    """From differences, one row at a time: a nested vmap writes all of them to memory, several times slower."""
-    return lax.map(lambda one: jax.vmap(lambda other: _distance(one, other))(y), x)
+    return lax.map(finish_row, (x, squares, squares < _NEAR * together))
 
 
 def divide_distances(outputs: jax.Array, inputs: jax.Array) -> jax.Array:
