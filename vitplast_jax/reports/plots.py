@@ -179,6 +179,35 @@ def plot_plasticity(result: Mapping, png: str | os.PathLike) -> None:
     _draw(png, (13.5 if bounded else 9.5, 4.4), fill)
 
 
+def plot_gradients(result: Mapping, png: str | os.PathLike) -> None:
+    """Draws the loss gradients of a plasticity result against the plasticity, by component and block, on log axes.
+
+    Left: norm of the gradient by the parameters; right: by the input. Titles give Spearman's rank correlation.
+    """
+    gradients = result["gradients"]
+    means = {(row["block"], row["component"]): row["mean"] for row in result["rows"]}
+
+    def fill(figure):
+        axes = figure.subplots(1, 2)
+        for place, field, words in ((axes[0], "grad_norm", "parameters"), (axes[1], "input_grad_norm", "input")):
+            for name in [entry["component"] for entry in result["components"]]:
+                color, marker, _ = _style(name)
+                rows = [row for row in gradients["rows"] if row["component"] == name and row[field]]
+                x, y = [means[row["block"], name] for row in rows], [row[field] for row in rows]
+                place.scatter(x, y, color=color, marker=marker, s=34, label=name.upper(), alpha=0.85, linewidths=0)
+            found = gradients["agreement"][field]["spearman"]
+            shown = "not defined" if found["value"] is None else f"{found['value']:.2f}"
+            if found["low"] is not None:
+                shown += f" ({found['low']:.2f} to {found['high']:.2f})"
+            place.set(title=f"Gradient by the {words}\nrank correlation {shown}", xscale="log", yscale="log")
+            place.set(xlabel="plasticity (mean rate of change)", ylabel="norm of the loss gradient")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.suptitle(f"Plasticity and loss gradients of {result['model']}", fontsize=13, fontweight="bold")
+
+    _draw(png, (9.5, 4.8), fill)
+
+
 def _style(name: str):
     return COMPONENT_STYLE.get(name, (_GREY, "x", "-"))
 

@@ -214,7 +214,7 @@ FIELDS: dict[str, Field] = {
     "checkpoint_every": whole(500, 1, "steps between checkpoints"),
     "log_every": whole(20, 1, "steps between lines of metrics.jsonl"),
     "eval_batch_size": whole(512, 1, "images at once in evaluation"),
-    "trainable": selectors(("all",), "what trains"),
+    "trainable": selectors(("all",), "what trains; auto: what measure recommends under the budget"),
     "also_trainable": selectors(("head", "final_norm"), "what trains besides", empty=True),
     "learning_rate_factors": factors("of the learning rate, by selector"),
     "weight_decay_factors": factors("of the weight decay, by selector"),
@@ -229,11 +229,20 @@ FIELDS: dict[str, Field] = {
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),
+    "measure.distribution": choice(
+        "tasks", ("tasks", "downstream", "class", "perturbation"), "pretraining with downstream images, or others"
+    ),
+    "measure.radius": number(1.0, "above 0", lambda x: x > 0, "norm of the perturbation of a normalised image"),
+    "measure.split": choice("test", ("test", "validation", "train"), "of the downstream data"),
     "measure.pairs": whole(0, 0, "at most so many; 0: all that the images give"),
     "measure.x_name": text("", "pretraining data; empty: the sample shipped with the model"),
     "measure.x_path": text("", "where they lie"),
     "measure.images": whole(256, 0, "of each side, 0: all"),
     "measure.batch_size": whole(64, 1, "images at once"),
+    "measure.ratios": switch(False, "also write every single ratio (ratios.npz)"),
+    "measure.gradients": switch(False, "also measure the loss gradients"),
+    "budget.params": whole(0, 0, "parameters that measure and trainable=auto may choose; 0: any number"),
+    "budget.flops": number(0.0, "from 0 to 1", lambda x: 0 <= x <= 1, "share of a full finetuning step's; 0: any"),
 }
 
 

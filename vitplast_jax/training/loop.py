@@ -27,7 +27,9 @@ from vitplast_jax.training.start import load_start
 from vitplast_jax.training.step import TrainState, make_train_step
 
 
-def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> dict[str, Any]:
+def train_and_evaluate(
+    config, workdir: str | Path, overwrite: bool = False, chosen: Mapping | None = None
+) -> dict[str, Any]:
     """Trains as the config says, tests the best validated checkpoint, and returns what ``results.json`` holds.
 
     The same call continues a run that was stopped, and returns the results of one that is finished.
@@ -36,6 +38,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
       config: from :func:`vitplast_jax.training.config.validate`.
       workdir: the run's folder.
       overwrite: discard the run that the folder holds.
+      chosen: why these components train, where a measurement chose them; kept in ``config.json``.
     Raises:
       UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
     """
@@ -65,6 +68,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
     }
+    if chosen is not None:
+        facts["chosen"] = dict(chosen)
     claim = run.check_claim(workdir, config, facts, overwrite)
     if claim.results is not None:
         say(f"{workdir} holds the finished run; nothing to do")

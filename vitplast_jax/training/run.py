@@ -128,7 +128,7 @@ def take(workdir: str | Path, claim: Claim, parts: int):
 
 def _check_same(old: Mapping, new: Mapping, workdir: Path):
     def flat(described):
-        kept = {key: value for key, value in described.items() if key not in ("measure", "parts")}
+        kept = {key: value for key, value in described.items() if key not in ("measure", "parts", "chosen")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     # A key that a later version added has its default in an older run.
