@@ -28,3 +28,13 @@ def test_cpu_step_compares_the_same_work(tmp_path):
     for row, trainable in zip(written["rows"], ("all", "ln1"), strict=True):
         assert {"model", "batch", "dtype", "trainable", "method", "ours_s", "peer", "peer_s", "ratio"} <= row.keys()
         assert row["trainable"] == trainable and row["ratio"] == pytest.approx(row["ours_s"] / row["peer_s"], abs=0.05)
+
+
+@pytest.mark.parity
+def test_plasticity_gives_the_means_of_the_papers_way(tmp_path):
+    path = tmp_path / "bench.json"
+    small = ("--model", "vit_tiny_patch16_224", "--batch", "2", "--repeats", "1")
+    assert call("--suite", "plasticity", *small, "--json", str(path)) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["largest_difference"] < 1e-4  # all 60 means, the same weights and images
+    assert (row["pairs"], row["peer_pairs"]) == (4, 2) and row["ratio"] > 0

@@ -102,6 +102,11 @@ def test_reference_protocol_equals_a_float64_loop(model):
         by_pair = np.mean([expected[b, entry["component"]] for b in range(SPEC.depth)], axis=0)
         assert entry["mean"] == pytest.approx(by_pair.mean(), rel=1e-5)
         assert entry["high"] - entry["mean"] == pytest.approx(1.96 * by_pair.std() / np.sqrt(7), rel=1e-3)
+    for contrast in result["contrasts"]:
+        by_pair = np.mean([expected[b, contrast["first"]] - expected[b, contrast["second"]] for b in (0, 1)], axis=0)
+        assert contrast["difference"] == pytest.approx(by_pair.mean(), rel=1e-4)
+        half = 1.96 * by_pair.std() / np.sqrt(7)
+        assert contrast["high"] - contrast["difference"] == pytest.approx(half, rel=1e-3)
 
 
 def test_all_pairs_equal_a_float64_loop_whatever_the_tile(model, monkeypatch):
@@ -266,6 +271,10 @@ def test_recommendation():
     assert found["trainable"] == ["mha"] and found["ties"] == ["fc1"]
     assert "1,234" in found["reason"] and "cannot be told apart" in found["reason"]
     assert recommend([entry("fc1", 2.0, 0.1), entry("mha", 2.5, 0.1)])["ties"] == []
+    close = [entry("fc1", 2.0, 0.3), entry("mha", 2.1, 0.2)]  # their intervals overlap, their difference is clear
+    contrast = {"first": "mha", "second": "fc1", "difference": 0.1, "low": 0.05, "high": 0.15}
+    assert recommend(close, [contrast])["ties"] == []
+    assert recommend(close, [contrast | {"low": -0.01}])["ties"] == ["fc1"]
     assert trainable_line(found) == 'trainable=("mha",)'
     assert rank([1.0, 3.0, None, 3.0]) == [3, 1, None, 1]
 

@@ -151,7 +151,7 @@ def plasticity(model: str, batch: int, repeats: int) -> list[dict]:
     from vitplast_jax.plasticity import measure
     from vitplast_jax.weights.export import save_timm
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     ours = models.create_model(model, num_classes=10)
     net = timm.create_model(model, pretrained=False, num_classes=10).eval()
     with tempfile.TemporaryDirectory() as folder:

@@ -30,6 +30,8 @@ def main(flags):
             raise command.UsageError(f"--config.{key}: with --run only config.measure.* and budget.* may be set")
     _check_writable(flags.workdir)
 
+    import jax
+
     from vitplast_jax.plasticity import experiments
     from vitplast_jax.reports import plasticity
 
@@ -37,6 +39,8 @@ def main(flags):
         result = experiments.measure_config(flags.config, flags.workdir)
     else:
         result = experiments.measure_run(flags.run, flags.overrides, flags.workdir)
+    if jax.process_index():
+        return
     print(plasticity.describe(result))
     names = plasticity.save(result, flags.workdir)
     print(f"wrote {flags.workdir}/{', '.join(names)}")

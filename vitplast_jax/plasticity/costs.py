@@ -80,17 +80,21 @@ class Costs:
         self._also = [str(s) for s in components.parse(config.also_trainable) if s.component in has]
         everything = trees.map_paths(lambda *_: True, self._params)
         self._full = step_flops(spec, self._params, everything)
-        # Factors by selector may name what a choice does not train; they change no size.
+        # Factors by selector may name a component that is not there yet (peft); they change no size.
         plain = config.copy_and_resolve_references()
         with plain.unlocked():
             plain.learning_rate_factors, plain.weight_decay_factors = (), ()
-        self._config = plain
+        optimizer, _ = optim.make_optimizer(plain, self._params, spec.depth)
+        state = jax.eval_shape(optimizer.init, self._params)
+        # Its arrays mirror the parameters, so their bytes grow with what trains; step counts are no cost.
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
+        self._state_bytes = state_bytes / trees.count(self._params)
 
     def __call__(self, selectors: Iterable[str]) -> dict:
         """The cost of training `selectors` (and `also_trainable`).
 
         Returns:
-          parameters: of the selectors alone, as the papers count; trainable: with `also_trainable`;
+          parameters: of the selectors alone, as the papers count; trainable_parameters: with `also_trainable`;
           flops: of a step, as a share of full finetuning's; flops_per_image;
           optimizer_bytes: of its state; allreduce_bytes: of the gradients that devices exchange in a step.
         """
@@ -98,17 +102,13 @@ class Costs:
         alone = trees.partition(self._params, components.mask(self._params, selectors))[0]
         mask = components.mask(self._params, [*selectors, *self._also])
         trainable = trees.partition(self._params, mask)[0]
-        optimizer, _ = optim.make_optimizer(self._config, trainable, self._spec.depth)
-        state = jax.eval_shape(optimizer.init, trainable)
-        # Arrays of the parameters' shapes; a step count is no cost.
-        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state) if leaf.ndim)
         flops = step_flops(self._spec, self._params, mask)
-        count = sum(int(np.prod(leaf.shape)) for leaf in trees.flatten(trainable).values())
+        count = trees.count(trainable)
         return {
-            "parameters": sum(int(np.prod(leaf.shape)) for leaf in trees.flatten(alone).values()),
+            "parameters": trees.count(alone),
             "trainable_parameters": count,
             "flops": flops / self._full,
             "flops_per_image": flops,
-            "optimizer_bytes": int(state_bytes),
+            "optimizer_bytes": round(self._state_bytes * count),
             "allreduce_bytes": REDUCED_BYTES * count,
         }

@@ -3,10 +3,10 @@
 In: the components and rows of a plasticity result, and a function that gives the cost of a choice. Out: ranked choices
 and a recommendation whose `trainable` the train command takes as it is.
 
-High plasticity finetunes better (arXiv 2602.06883), so the component with the highest mean wins; components whose
-intervals overlap the winner's cannot be told apart from it and are named as ties. Where all its blocks are more than
-the budget allows, single components of single blocks are taken in the order of their plasticity, each if the whole
-choice still fits.
+High plasticity finetunes better (arXiv 2602.06883), so the component with the highest mean wins; components that cannot
+be told apart from it are named as ties: those whose difference to it, over the same pairs of images, may be 0. Where
+all its blocks are more than the budget allows, single components of single blocks are taken in the order of their
+plasticity, each if the whole choice still fits.
 """
 
 import re
@@ -21,23 +21,33 @@ def rank(values: Sequence[float | None]) -> list[int | None]:
     return [None if v is None else order.index(v) + 1 for v in values]
 
 
-def recommend(components: Sequence[dict]) -> dict:
+def recommend(components: Sequence[dict], contrasts: Sequence[dict] = ()) -> dict:
     """The component with the highest mean plasticity.
 
     Args:
       components: [{component, mean, low, high, parameters}]; low and high may be None (interval unknown).
+      contrasts: [{first, second, difference, low, high}] over the same pairs; where there is none for two components,
+        it is asked whether their own intervals overlap, which says "tie" more often.
     Returns:
-      {trainable: [names], reason: one sentence, ties: [names of the components that overlap the winner]}.
+      {trainable: [names], reason: one sentence, ties: [names of the components that may be as good as the winner]}.
     """
     ranked = sorted(components, key=lambda c: -c["mean"])
     best, others = ranked[0], ranked[1:]
-    ties = [c for c in others if _overlap(best, c)]
+    known = {frozenset((c["first"], c["second"])): c for c in contrasts}
+
+    def tied_with_best(entry):
+        contrast = known.get(frozenset((best["component"], entry["component"])))
+        if contrast is None:
+            return _overlap(best, entry)
+        return contrast["low"] is None or contrast["low"] <= 0 <= contrast["high"]
+
+    ties = [c for c in others if tied_with_best(c)]
     text = f"{best['component']} has the highest mean plasticity, {_interval(best)}"
     if others:
         text += f"; next comes {others[0]['component']} with {_interval(others[0])}"
     if ties:
         tied = ", ".join(f"{c['component']} ({c['parameters']:,} parameters)" for c in ties)
-        text += f"; its interval overlaps that of {tied}: they cannot be told apart by this measurement"
+        text += f"; {best['component']} and {tied} cannot be told apart by this measurement"
     text += f". It trains {best['parameters']:,} parameters in all blocks"
     return {"trainable": [best["component"]], "reason": text, "ties": [c["component"] for c in ties]}
 
@@ -70,7 +80,7 @@ def choose(result: dict, cost_of: Callable[[Sequence[str]], dict], params: int =
 
     by_component = ranked(result["components"], lambda entry: entry["component"])
     by_row = ranked(result["rows"], lambda row: f"{row['component']}@{row['block']}")
-    recommendation = recommend(result["components"])
+    recommendation = recommend(result["components"], result.get("contrasts", ()))
     if not by_component[0]["fits"]:
         recommendation = _fill(by_component, by_row, cost_of, fits, _budget_text(params, flops))
     elif params or flops:

@@ -11,6 +11,7 @@ import numpy as np
 from vitplast_jax import components, trees
 from vitplast_jax.plasticity import rates, select
 from vitplast_jax.plasticity.bounds import COMPONENTS, bounds, why_unbounded
+from vitplast_jax.plasticity.stream import CONTRASTS
 
 
 def _number(value) -> float | None:
@@ -65,7 +66,28 @@ def make_tables(model, params, stream, with_bounds: bool) -> dict:
                 "parameters": sum(row["parameters"] for row in rows if row["component"] == name),
             }
         )
-    return {"rows": rows, "components": entries, "recommendation": select.recommend(entries)}
+    contrasts = _contrasts(stream)
+    return {
+        "rows": rows,
+        "components": entries,
+        "contrasts": contrasts,
+        "recommendation": select.recommend(entries, contrasts),
+    }
+
+
+def _contrasts(stream) -> list[dict]:
+    """Differences of two components' means over the blocks, with the interval over the same pairs of images."""
+    low, high = stream.contrasts.interval()
+    return [
+        {
+            "first": COMPONENTS[one],
+            "second": COMPONENTS[other],
+            "difference": float(stream.contrasts.mean[k]),
+            "low": _number(low[k]),
+            "high": _number(high[k]),
+        }
+        for k, (one, other) in enumerate(CONTRASTS)
+    ]
 
 
 def _mean(values) -> float | None:
