@@ -23,10 +23,11 @@ def get_config():
     config.data.shift = 0.1
     config.data.flip = False
     config.batch_size = 32
-    config.steps = 80
-    config.warmup_steps = 8
+    config.steps = 60
+    config.warmup_steps = 6
     config.optimizer = "adamw"
-    config.eval_every = 40
-    config.checkpoint_every = 80
+    config.eval_every = 60
+    config.checkpoint_every = 60
+    config.log_every = 10
     config.measure.protocol = "reference"
     return config
