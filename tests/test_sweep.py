@@ -58,10 +58,24 @@ def test_axes_are_read_from_text_and_from_python(given, axes):
     assert settings.read("sweep", list(axes)) == axes  # as config.json brings them back
 
 
-@pytest.mark.parametrize("given", ["seed", "seed=", "sed=0|1", "seed=0|x", "seed=0,seed=1", "sweep=a|b", "=1|2", 3])
-def test_wrong_axes_are_refused(given):
+@pytest.mark.parametrize("given", ["seed", "seed=0,seed=1", "=1|2", 3])
+def test_what_is_no_axis_is_refused(given):
     with pytest.raises(UserError, match="config.sweep is .*; allowed: KEY=VALUE"):
         settings.read("sweep", given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("seed=0|x", "config.sweep: config.seed is 'x'; allowed: a whole number"),
+        ("seed=", "config.sweep: config.seed is ''"),
+        ("sed=0|1", r"config.sweep: config.sed does not exist; did you mean config.seed\?"),
+        ("sweep=a|b", "a grid cannot be an axis of itself"),
+    ],
+)
+def test_a_wrong_value_on_an_axis_is_named(given, says):
+    with pytest.raises(UserError, match=says):
+        tiny(given)
 
 
 def test_cells_share_from_neighbour_to_neighbour():

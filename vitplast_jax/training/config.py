@@ -184,10 +184,6 @@ def axes(meaning: str) -> Field:
         parts, result = [part.strip().strip("'\"") for part in result if part.strip()], []
         for part in parts:
             key, values = split_axis(part)
-            if key == "sweep" or key not in FIELDS:
-                raise ValueError
-            for given in values:
-                FIELDS[key].read(given)
             result.append(f"{key}={'|'.join(values)}")
         if len({split_axis(axis)[0] for axis in result}) < len(result):
             raise ValueError
@@ -345,6 +341,15 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
             found.append(
                 f"config.microbatch is {v['microbatch']}, which does not divide config.batch_size {v['batch_size']}"
             )
+    for key, values in map(split_axis, v["sweep"]):
+        if key == "sweep":
+            found.append("config.sweep: a grid cannot be an axis of itself")
+            continue
+        for given in values:
+            try:
+                read(key, given)
+            except UserError as error:
+                found.append(f"config.sweep: {error}")
     if v["warmup_steps"] > v["steps"]:
         found.append(f"config.warmup_steps is {v['warmup_steps']}, more than config.steps {v['steps']}")
     if bool(v["data.mean"]) != bool(v["data.std"]):
