@@ -342,8 +342,9 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
                 f"config.microbatch is {v['microbatch']}, which does not divide config.batch_size {v['batch_size']}"
             )
     for key, values in map(split_axis, v["sweep"]):
-        if key == "sweep":
-            found.append("config.sweep: a grid cannot be an axis of itself")
+        if key == "sweep" or key not in FIELDS:
+            known = key in FIELDS
+            found.append("config.sweep: " + ("a grid cannot be an axis of itself" if known else unknown_key(key)))
             continue
         for given in values:
             try:

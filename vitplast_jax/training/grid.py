@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from vitplast_jax.errors import UserError
+from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.files import write_json
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import inputs, run
@@ -159,6 +159,8 @@ def _run_cell(cell: Cell, folder: Path, shared: Shared) -> Outcome:
         if run.is_finished(folder, cell.config):
             return Outcome(cell, run.read_results(folder), before=True)
         results = train_and_evaluate(cell.config, folder, shared=shared)
+    except Stopped:
+        raise
     except Exception as error:  # whatever it is, the other cells are not to be lost
         line = " ".join(str(error).split())
         line = line if isinstance(error, UserError) else f"{type(error).__name__}: {line[:300]}"
