@@ -18,6 +18,19 @@ FIRST_PLACE = 16
 _PLACES_PER_BLOCK = 8
 
 
+# What the backward pass recomputes. "block": everything within a block; "dots": all but the products of a block.
+REMAT = {
+    "none": None,
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def rematerialised(function, policy: str):
+    """The function, with the activations of its backward pass kept or recomputed as a name in :data:`REMAT` says."""
+    return function if REMAT[policy] is None else jax.checkpoint(function, policy=REMAT[policy])
+
+
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``, kernel [d_in, d_out]."""
 

@@ -225,7 +225,9 @@ FIELDS: dict[str, Field] = {
     "frozen_dtype": choice("float32", ("float32", "bfloat16"), "in which frozen weights are kept"),
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
-    "remat": choice("none", ("none", "block"), "recompute activations by block: less memory, more time"),
+    "remat": choice(
+        "none", ("none", "block", "dots"), "recompute activations by block (dots: all but products): less memory, more time"
+    ),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),

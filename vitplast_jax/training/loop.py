@@ -20,11 +20,10 @@ from tqdm import tqdm
 from vitplast_jax import components, models, sharding, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.files import write_json
-from vitplast_jax.training import cost, inputs, optim, run
+from vitplast_jax.training import cost, inputs, optim, program, run
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
 from vitplast_jax.training.start import load_start
-from vitplast_jax.training.step import TrainState, make_train_step
 
 
 def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> dict[str, Any]:
@@ -80,14 +79,9 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
     trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
     optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
-
-    def initial_state(trainable):
-        return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
-
-    abstract = jax.eval_shape(initial_state, trainable)
-    state_shardings = sharding.like(mesh, abstract, trainable)
+    places = program.state_shardings(mesh, optimizer, trainable)
     # A jitted copy owns its buffers, so that the step may overwrite them.
-    state = jax.jit(initial_state, out_shardings=state_shardings)(trainable)
+    state = jax.jit(lambda tree: program.initial_state(optimizer, tree), out_shardings=places)(trainable)
     del trainable
 
     # Steps, compiled before anything is written: what does not fit is said here.
@@ -95,18 +89,10 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     batch_shapes = inputs.example_batch(config.batch_size, train, spec.img_size, mesh)
 
     def compile_step(parts):
-        step = make_train_step(
-            models.structure(spec),
-            optimizer,
-            schedule,
-            prepare,
-            seed=config.seed,
-            label_smoothing=config.label_smoothing,
-            accumulation=parts,
-            remat=config.remat == "block",
-        )
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.replicated(mesh)))
-        return jitted.lower(state, frozen, batch_shapes).compile()
+        static = models.structure(spec)
+        return program.lower_step(
+            config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts
+        ).compile()
 
     train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size, claim.parts)
     if parts > 1:
