@@ -10,7 +10,7 @@ import pytest
 from vitplast_jax import components, models, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import ViTSpec
-from vitplast_jax.plasticity import measure, protocol, rates
+from vitplast_jax.plasticity import block_pass, measure, protocol, rates
 from vitplast_jax.plasticity.pairs import choose_pairs
 from vitplast_jax.plasticity.select import rank, recommend, trainable_line
 
@@ -150,11 +150,11 @@ def test_batch_size_changes_nothing(model):
 def test_fc1_factor_keeps_distances():
     rng = np.random.default_rng(0)
     kernel, x = rng.normal(size=(6, 20)).astype(np.float32), rng.normal(size=(5, 6)).astype(np.float32)
-    factor = protocol.fc1_factor(jnp.asarray(kernel))
+    factor = block_pass.fc1_factor(jnp.asarray(kernel))
     assert factor.shape == (6, 6)
     np.testing.assert_allclose(jnp.linalg.norm(x @ factor), np.linalg.norm(x @ kernel), rtol=1e-5)
     wide = jnp.asarray(kernel.T)
-    assert protocol.fc1_factor(wide) is wide or (protocol.fc1_factor(wide) == wide).all()
+    assert block_pass.fc1_factor(wide) is wide or (block_pass.fc1_factor(wide) == wide).all()
 
 
 # --- which images ------------------------------------------------------------------------------------------------

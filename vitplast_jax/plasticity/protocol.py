@@ -11,151 +11,26 @@ What a component is given (`inputs`):
   embedding  every component of every block is given the embedding output, the stream is not propagated (the paper)
   block      every component is given the residual stream that enters its block
   natural    each is given what it really receives in the forward pass
-FC1 is measured before the activation. Given a sequence of the model's width, FC2 sees it zero-padded to its own.
+Which pairs of images (`pairing`, `distribution`) is said in pairs.py. FC1 is measured before the activation. Given a
+sequence of the model's width, FC2 sees it zero-padded to its own.
 """
 
-import dataclasses
-import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from einops import rearrange
 
-from vitplast_jax import models, trees
+from vitplast_jax import models, sharding
 from vitplast_jax.errors import UserError
 from vitplast_jax.models.specs import Preprocessing
+from vitplast_jax.plasticity import block_pass, stream, summary
 from vitplast_jax.plasticity import pairs as pairing_rules
-from vitplast_jax.plasticity import rates, summary
 from vitplast_jax.plasticity.bounds import COMPONENTS
 
 INPUTS = ("embedding", "block", "natural")
 
-# component -> (what it is given, what it returns), names of a block's activations
-_NATURAL = {
-    "ln1": ("input", "norm1"),
-    "mha": ("norm1", "mha"),
-    "ln2": ("mid", "norm2"),
-    "fc1": ("norm2", "fc1"),
-    "fc2": ("act", "fc2"),
-}
-_FROM_STREAM = {name: ("input", name) for name in COMPONENTS}
-
-_TILE_BYTES = 2**30  # of activations that a tile of all pairs may take
-
-
-# --- one block -------------------------------------------------------------------------------------------------------
-
-
-@jax.jit
-def fc1_factor(kernel: jax.Array) -> jax.Array:
-    """A [d, d] matrix that preserves the distances of FC1's outputs: ||u W|| = ||u R^T|| for W^T = Q R, W [d, f].
-
-    A quarter of the products and of the memory of the distances where f = 4 d.
-    """
-    if kernel.shape[1] <= kernel.shape[0]:
-        return kernel
-    return jnp.linalg.qr(kernel.T, mode="r").T
-
-
-def _kernel(linear) -> jax.Array:
-    kernel, bias = linear.kernel[...], None if linear.bias is None else linear.bias[...]
-    return kernel if linear.slot is None else linear.slot.merged(kernel, bias)[0]
-
-
-def _from_stream(block, factor, x) -> dict[str, jax.Array]:
-    """Every component given `x` [b, n, d]; FC1 and FC2 up to a rotation and a shift, which no distance sees."""
-    padded = _kernel(block.mlp.fc2)[: x.shape[-1]]  # of a zero-padded input only these rows meet anything but zeros
-    return {
-        "ln1": block.norm1(x),
-        "mha": block.attn(x),
-        "ln2": block.norm2(x),
-        "fc1": x @ factor.astype(x.dtype),
-        "fc2": x @ padded.astype(x.dtype),
-    }
-
-
-def _domain(x):
-    """(smallest standard deviation of a token over its channels, largest token norm)."""
-    return jnp.std(x, axis=-1).min(), jnp.sqrt(jnp.square(x).sum(-1)).max()
-
-
-@dataclasses.dataclass(frozen=True)
-class Template:
-    """A module without its parameters; two of one structure are equal, so they share one compiled function."""
-
-    structure: Any
-    module: Any = dataclasses.field(compare=False, repr=False)
-
-
-def make_template(module) -> Template:
-    params = models.parameters(module)
-    structure = models.split(module, trees.map_paths(lambda *_: False, params))[0]
-    shapes = trees.map_paths(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
-    return Template(structure, models.with_parameters(module, shapes))  # a cache of these must not hold weights
-
-
-@functools.lru_cache(maxsize=16)
-def make_embed(template: Template, prepare: pairing_rules.Prepare):
-    """Compiles (params, batch of images) -> embedding output [b, n, d]."""
-    return jax.jit(lambda params, images: models.with_parameters(template.module, params).embed(prepare(images)))
-
-
-@functools.lru_cache(maxsize=16)
-def make_block_pass(template: Template, inputs: str, pairing: str, batch_size: int):
-    """Compiles one block's measurement; all blocks share it, and so does the next measurement of such a model.
-
-    Returns:
-      A function (params, factor, x, y, distances of x and y) -> (rates [components, *pairs], distances of their inputs
-      [components, *pairs], domain {component: (sigma, radius)}, x, y at the next block); pairs are [b] or [a, b].
-    """
-    places = _NATURAL if inputs == "natural" else _FROM_STREAM
-    distance = rates.matched_distances if pairing == "matched" else rates.pairwise_distances
-
-    def activations(block, factor, x):
-        if inputs == "natural":
-            return block(x, intermediates=True)[1]
-        out = {"input": x} | _from_stream(block, factor, x)
-        return out | {"output": block(x) if inputs == "block" else x}
-
-    def in_batches(block, factor, x):
-        if len(x) <= batch_size:
-            return activations(block, factor, x)
-        batches = rearrange(x, "(k b) n d -> k b n d", b=batch_size)
-        out = jax.lax.map(lambda batch: activations(block, factor, batch), batches)
-        return jax.tree.map(lambda a: rearrange(a, "k b ... -> (k b) ..."), out)
-
-    @jax.jit
-    def run(params, factor, x, y, stream_distances):
-        block = models.with_parameters(template.module, params)
-        of_x, of_y = in_batches(block, factor, x), in_batches(block, factor, y)
-        needed = {name for pair in places.values() for name in pair} - {"input"}
-        distances = {"input": stream_distances} | {name: distance(of_x[name], of_y[name]) for name in sorted(needed)}
-        given = jnp.stack([distances[places[c][0]] for c in COMPONENTS])
-        returned = jnp.stack([distances[places[c][1]] for c in COMPONENTS])
-        domain = {}
-        for name in ("ln1", "mha", "ln2"):
-            (sigma_x, radius_x), (sigma_y, radius_y) = (_domain(a[places[name][0]]) for a in (of_x, of_y))
-            domain[name] = jnp.minimum(sigma_x, sigma_y), jnp.maximum(radius_x, radius_y)
-        return rates.divide_distances(returned, given), given, domain, of_x["output"], of_y["output"]
-
-    return run
-
-
-# --- the pass --------------------------------------------------------------------------------------------------------
-
-
-def _padded(indices: np.ndarray, size: int) -> np.ndarray:
-    return np.concatenate([indices, np.full(size - len(indices), indices[-1])])
-
-
-def _tile_sizes(spec, inputs: str, batch_size: int, counts: tuple[int, int]) -> tuple[int, int]:
-    """Images of each side in a tile of all pairs: whole batches, as many as fit and are needed."""
-    widths = 6 * spec.width + 2 * spec.hidden if inputs == "natural" else 7 * spec.width
-    batch_bytes = 2 * 4 * spec.tokens * widths * batch_size
-    most = max(1, _TILE_BYTES // batch_bytes)
-    return tuple(batch_size * min(most, -(-count // batch_size)) for count in counts)
+# A tile of all pairs: bytes of activations on a device, and images of each side, whose pairs the host sums up.
+_TILE_BYTES, _TILE_IMAGES = 2**30, 512
 
 
 def measure(
@@ -166,40 +41,58 @@ def measure(
     protocol: str = "ours",
     inputs: str = "embedding",
     pairing: str = "matched",
+    distribution: str = "tasks",
+    radius: float = 1.0,
     pairs: int = 0,
     images: int = 0,
     batch_size: int = 64,
     seed: int = 0,
     preprocessing: Preprocessing | None = None,
+    mesh=None,
+    folder=None,
+    ratios: bool = False,
     progress: bool = False,
 ) -> dict:
     """Measures the plasticity of every component of every block, its bound, and what to train.
 
     Args:
       model: a ViT.
-      data_x: images of the pretraining data: a Source, uint8 [n, h, w, c], or normalised floats [n, height, width, c].
+      data_x: images of the pretraining data: a Source, uint8 [n, h, w, c], or normalised floats [n, height, width, c];
+        unused (None will do) where `distribution` takes both sides from the downstream data.
       data_y: images of the downstream data, likewise.
-      protocol, inputs, pairing: see the docstrings of this module and of :func:`choose_pairs`.
+      protocol, inputs, pairing, distribution: see the docstrings of this module and of pairs.py.
+      radius: Frobenius norm of the perturbation of a normalised image, for distribution "perturbation".
       pairs: at most so many pairs; 0: one for each image of the smaller side (matched), or all.
       images: at most so many of each side; 0: all.
       batch_size: images of each side that go through a block at once; changes no number (but `reference` reuse).
       seed: of the order of the images under `ours`.
       preprocessing: of uint8 images and files; None: the model's own, under `reference` the paper's.
+      mesh: from :func:`vitplast_jax.sharding.make_mesh`, over whose devices images are divided; None: one device.
+      folder: keep the state there every few seconds; the same call then goes on after a kill, with the same numbers.
+      ratios: also write every single ratio to `ratios.npz` in the folder: `ratios` [blocks, components, pairs] (all
+        pairs: [..., x, y]) float32, NaN for equal images, and the indices of the images.
       progress: show a progress bar.
     Returns:
       The content of `plasticity.json`. What was not measured is None, `notes` says why. Intervals are 95 %; those of
       `components` are of the mean over the blocks. `quantiles` are those of the single rates, exact to 0.1 %.
     """
-    _check_choice("protocol", protocol, pairing_rules.PROTOCOLS)
-    _check_choice("inputs", inputs, INPUTS)
-    _check_choice("pairing", pairing, pairing_rules.PAIRINGS)
+    for name, value, allowed in (
+        ("protocol", protocol, pairing_rules.PROTOCOLS),
+        ("inputs", inputs, INPUTS),
+        ("pairing", pairing, pairing_rules.PAIRINGS),
+        ("distribution", distribution, pairing_rules.DISTRIBUTIONS),
+    ):
+        if value not in allowed:
+            raise UserError(f"measure.{name} is {value!r}, expected one of {', '.join(allowed)}")
+    if ratios and folder is None:
+        raise UserError("ratios=True needs a folder to write ratios.npz to")
     spec = model.spec
     if preprocessing is None:
         preprocessing = pairing_rules.REFERENCE_PREPROCESSING if protocol == "reference" else spec.preprocessing
-    side_x, side_y = (
-        pairing_rules.open_images(data, spec, preprocessing, side) for data, side in ((data_x, "x"), (data_y, "y"))
-    )
-    places_x, places_y = pairing_rules.choose_pairs(
+    mesh = sharding.make_mesh(1) if mesh is None else mesh
+    side_y = pairing_rules.open_images(data_y, spec, preprocessing, "y")
+    side_x = side_y if distribution != "tasks" else pairing_rules.open_images(data_x, spec, preprocessing, "x")
+    places = pairing_rules.choose_pairs(
         side_x.count,
         side_y.count,
         protocol=protocol,
@@ -208,88 +101,130 @@ def measure(
         images=images,
         batch_size=batch_size,
         seed=seed,
+        distribution=distribution,
+        labels=side_y.labels,
     )
-    batch_size = min(batch_size, max(len(places_x), len(places_y)))
+    if distribution == "perturbation":
+        side_y = side_y.perturbed(radius, seed)
+    batch_size = -(-min(batch_size, max(map(len, places))) // mesh.size) * mesh.size
+    tiles, sizes = _cut(spec, inputs, pairing, batch_size, places, mesh.size)
     params = models.parameters(model)
-    depth = len(params["blocks"])
-
-    def new_statistics():
-        if pairing == "all":
-            return rates.AllPairsStatistics((len(COMPONENTS),), len(places_x), len(places_y))
-        return rates.RateStatistics((len(COMPONENTS),), reference=protocol == "reference")
-
-    by_block, overall = [new_statistics() for _ in range(depth)], new_statistics()
-    sigma, radius = np.full((depth, 2), np.inf), np.zeros(depth)
-    if pairing == "all":
-        size_x, size_y = _tile_sizes(spec, inputs, batch_size, (len(places_x), len(places_y)))
-        starts = [(i, j) for i in range(0, len(places_x), size_x) for j in range(0, len(places_y), size_y)]
-    else:
-        size_x = size_y = batch_size
-        starts = [(i, i) for i in range(0, len(places_x), batch_size)]
-
-    with jax.default_matmul_precision("highest"), _bar(len(starts) * depth, progress) as bar:
-        whole = make_template(model)
-        embed_x, embed_y = (make_embed(whole, side.prepare) for side in (side_x, side_y))
-        run = make_block_pass(make_template(model.blocks[0]), inputs, pairing, batch_size)
-        distance = rates.matched_distances if pairing == "matched" else rates.pairwise_distances
-        factors = [fc1_factor(_kernel(block.mlp.fc1)) for block in model.blocks]
-        kept: dict = {}  # the embedding of the x tile, which serves every y tile of its row
-
-        def stream_of(embed, side, places, start, size):
-            chosen = _padded(places[start : start + size], size)
-            batches = (side.read(chosen[k : k + batch_size]) for k in range(0, size, batch_size))
-            return jnp.concatenate([embed(params, jnp.asarray(batch)) for batch in batches])
-
-        for start_x, start_y in starts:
-            if kept.get("start") != start_x:
-                kept = {"start": start_x, "x": stream_of(embed_x, side_x, places_x, start_x, size_x)}
-            x, y = kept["x"], stream_of(embed_y, side_y, places_y, start_y, size_y)
-            real = (slice(None), slice(len(places_x) - start_x), slice(len(places_y) - start_y))
-            real, start = (real, ((start_x, start_y),)) if pairing == "all" else (real[:2], ())
-            total, shortest = 0.0, np.inf
-            between = distance(x, y)
-            for index in range(depth):
-                found, given, domain, x, y = run(params["blocks"][index], factors[index], x, y, between)
-                if inputs != "embedding":
-                    between = distance(x, y)
-                found, given = np.asarray(found, np.float64)[real], np.asarray(given)[real]
-                _check_finite(found, given, index)
-                by_block[index].update(found, given, *start)
-                total, shortest = total + found, np.minimum(shortest, given)
-                sigma[index] = np.minimum(sigma[index], [domain["ln1"][0], domain["ln2"][0]])
-                radius[index] = max(radius[index], float(domain["mha"][1]))
-                bar.update()
-            overall.update(total / depth, shortest, *start)
-
-    if min(int(statistics.count.min()) for statistics in by_block) == 0:
+    key = ""
+    if folder is not None:
+        settings = [spec, protocol, inputs, pairing, ratios, side_x.prepare, side_y.prepare, sizes, mesh.size]
+        key = stream.identify(settings, params, places, (side_x.fingerprint(), side_y.fingerprint()))
+    found = stream.Stream(
+        len(params["blocks"]),
+        places,
+        pairing=pairing,
+        reference=protocol == "reference",
+        folder=folder,
+        key=key,
+        ratios=ratios,
+    )
+    with jax.default_matmul_precision("highest"), _bar(tiles, found, places, pairing, progress) as bar:
+        _run(model, params, mesh, (side_x, side_y), inputs, batch_size, tiles[found.tiles :], sizes, found, bar)
+    if min(int(statistics.count.min()) for statistics in found.by_block) == 0:
         raise UserError("all pairs consist of two equal images, so no rate exists; give two different sets of images")
-    return {
+    result = {
         "model": spec.name,
         "protocol": protocol,
         "inputs": inputs,
         "pairing": pairing,
-        "images_x": len(np.unique(places_x)),
-        "images_y": len(np.unique(places_y)),
-        "pairs": int(overall.count.min()),
-        "excluded_pairs": int(overall.excluded.max()),
+        "distribution": distribution,
+        "radius_of_perturbation": float(radius) if distribution == "perturbation" else None,
+        "images_x": len(np.unique(places[0])),
+        "images_y": len(np.unique(places[1])),
+        "pairs": int(found.overall.count.min()),
+        "excluded_pairs": int(found.overall.excluded.max()),
         "preprocessing": summary.describe_preprocessing(side_x.prepare, side_y.prepare),
         "tokens": spec.tokens,
-        "radius": float(radius.max()),
-        "sigma": float(sigma.min()),
-        **summary.make_tables(model, params, by_block, overall, sigma, radius),
-        "notes": summary.make_notes(overall, protocol, pairing, places_x, places_y),
+        "radius": float(found.radius.max()),
+        "sigma": float(found.sigma.min()),
+        **summary.make_tables(model, params, found.by_block, found.overall, found.sigma, found.radius),
+        "notes": summary.make_notes(found.overall, protocol, pairing, *places),
     }
+    found.finish()
+    return result
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]):
-    if value not in allowed:
-        raise UserError(f"measure.{name} is {value!r}, expected one of {', '.join(allowed)}")
+def _cut(spec, inputs: str, pairing: str, batch_size: int, places, devices: int):
+    """([(first x, first y)] of each tile, (images of x, of y) in a tile).
+
+    Tiles of all pairs are whole batches of each side, as many as fit a device and are needed.
+    """
+    sizes = (batch_size, batch_size)
+    if pairing == "all":
+        widths = 6 * spec.width + 2 * spec.hidden if inputs == "natural" else 7 * spec.width
+        batch_bytes = 2 * 4 * spec.tokens * widths * batch_size // devices
+        most = max(1, min(_TILE_BYTES // batch_bytes, _TILE_IMAGES // batch_size))
+        sizes = tuple(batch_size * min(most, -(-len(side) // batch_size)) for side in places)
+        return [(i, j) for i in range(0, len(places[0]), sizes[0]) for j in range(0, len(places[1]), sizes[1])], sizes
+    return [(i, i) for i in range(0, len(places[0]), batch_size)], sizes
 
 
-def _bar(total: int, progress: bool):
+def _run(model, params, mesh, sides, inputs, batch_size, tiles: Sequence, sizes, found: stream.Stream, bar) -> None:
+    """Measures tile after tile into `found`."""
+    rows, everywhere = sharding.batch(mesh), sharding.replicated(mesh)
+    whole, block = block_pass.make_template(model), block_pass.make_template(model.blocks[0])
+    embeds = [block_pass.make_embed(whole, side.prepare, mesh) for side in sides]
+    run = block_pass.make_block_pass(block, inputs, found.pairing, batch_size // mesh.size, mesh)
+    distances = block_pass.make_distances(found.pairing, mesh)
+    factors = [block_pass.fc1_factor(block_pass.plain_kernel(block.mlp.fc1)) for block in model.blocks]
+    params, factors = jax.device_put((params, factors), everywhere)
+
+    def stream_of(side: int, start: int):
+        """The embedding output of one side of a tile; every process reads the rows of its own devices."""
+        chosen = found.places[side][start : start + sizes[side]]
+        chosen = np.concatenate([chosen, np.full(sizes[side] - len(chosen), chosen[-1])])
+
+        def own(index):
+            read = sides[side].read
+            mine = chosen[index[0]]
+            return np.concatenate([read(mine[k : k + batch_size]) for k in range(0, len(mine), batch_size)])
+
+        shape = (len(chosen), *sides[side].read(chosen[:1]).shape[1:])
+        images = jax.make_array_from_callback(shape, rows, own)
+        numbers = jax.make_array_from_callback(chosen.shape, rows, lambda index: chosen[index].astype(np.int32))
+        return embeds[side](params, images, numbers)
+
+    kept: dict = {}  # the embedding of the x tile, which serves every y tile of its row
+    for start in tiles:
+        if kept.get("start") != start[0]:
+            kept = {"start": start[0], "x": stream_of(0, start[0])}
+        x, y = kept["x"], stream_of(1, start[1])
+        real = tuple(slice(len(side) - first) for side, first in zip(found.places, start, strict=True))
+        real = (slice(None), *(real if found.pairing == "all" else real[:1]))
+        between, tile = distances(x, y), []
+        for index in range(len(factors)):
+            ratios, given, domain, x, y = run(params["blocks"][index], factors[index], x, y, between)
+            if inputs != "embedding":
+                between = distances(x, y)
+            ratios, given = np.asarray(ratios)[real], np.asarray(given)[real]
+            _check_finite(ratios, given, index)
+            found.see(index, domain)
+            tile.append((ratios, given))
+            bar.update(given[0].size / len(factors))
+        found.add(tile, start)
+
+
+def _bar(tiles, found: stream.Stream, places, pairing: str, progress: bool):
     import tqdm
 
-    return tqdm.tqdm(total=total, desc="plasticity", unit="block", disable=not progress, leave=False)
+    counts = [len(side) for side in places]
+    total = counts[0] * counts[1] if pairing == "all" else counts[0]
+    done = total * found.tiles // len(tiles)
+    form = "{l_bar}{bar}| {n:.0f}/{total} [{elapsed}<{remaining}, {rate_fmt}]"
+    return tqdm.tqdm(
+        total=total,
+        initial=done,
+        desc="plasticity",
+        unit="pair",
+        bar_format=form,
+        dynamic_ncols=True,
+        leave=False,
+        disable=None if progress else True,
+    )
 
 
 def _check_finite(found, given, index: int):

@@ -9,6 +9,8 @@ A pair of equal inputs has no rate. The array functions mark it with NaN, the st
 (`excluded`); an infinite or undefined rate of two *different* inputs is an error, never a number in an average.
 """
 
+from collections.abc import Mapping
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -185,6 +187,17 @@ class RateStatistics:
         cells = np.arange(self.count.size).reshape(*self.shape, 1) * _BINS + np.minimum(bins, _BINS - 1)
         self._histogram += np.bincount(cells[valid], minlength=self._histogram.size).reshape(self._histogram.shape)
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything streamed so far as arrays, from which :meth:`restore` continues with the identical numbers."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes over what :meth:`state` gave, of statistics of the same shape."""
+        for name, value in self.state().items():
+            if state[name].shape != value.shape or state[name].dtype != value.dtype:
+                raise ValueError(f"{name} is {state[name].dtype}{state[name].shape}, not {value.dtype}{value.shape}")
+            setattr(self, name, state[name])
+
     def std(self) -> np.ndarray:
         """Sample standard deviation [*shape] (of the population under `reference`); NaN where it is not defined."""
         free = self.count - (0 if self.reference else 1)
@@ -218,8 +231,8 @@ class AllPairsStatistics(RateStatistics):
 
     def __init__(self, shape: tuple[int, ...], n: int, m: int):
         super().__init__(shape)
-        self._sums = tuple(np.zeros((*self.shape, k), np.float64) for k in (n, m))
-        self._counts = tuple(np.zeros((*self.shape, k), np.int64) for k in (n, m))
+        self._sums_x, self._sums_y = (np.zeros((*self.shape, k), np.float64) for k in (n, m))
+        self._counts_x, self._counts_y = (np.zeros((*self.shape, k), np.int64) for k in (n, m))
 
     def update(self, rates, distances, start: tuple[int, int] = (0, 0)) -> None:
         """Add a tile of rates [*shape, a, b] whose first pair is (x[start[0]], y[start[1]])."""
@@ -227,15 +240,13 @@ class AllPairsStatistics(RateStatistics):
         valid = np.broadcast_to(np.asarray(distances) > 0, rates.shape)
         super().update(rates.reshape(*self.shape, -1), valid.reshape(*self.shape, -1))
         values = np.where(valid, rates, 0)
-        for sums, counts, first, length, axis in zip(
-            self._sums, self._counts, start, rates.shape[-2:], (-1, -2), strict=True
-        ):
+        for (sums, counts), first, length, axis in zip(self._sides(), start, rates.shape[-2:], (-1, -2), strict=True):
             sums[..., first : first + length] += values.sum(axis)
             counts[..., first : first + length] += valid.sum(axis)
 
+    def _sides(self):
+        return (self._sums_x, self._counts_x), (self._sums_y, self._counts_y)
+
     def interval(self) -> tuple[np.ndarray, np.ndarray]:
-        rows, columns = (
-            np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-            for sums, counts in zip(self._sums, self._counts, strict=True)
-        )
+        rows, columns = (np.where(counts > 0, sums / np.maximum(counts, 1), np.nan) for sums, counts in self._sides())
         return all_pairs_interval(rows, columns, self._squares)

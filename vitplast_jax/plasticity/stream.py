@@ -1,0 +1,151 @@
+"""What has been measured so far? Statistics of every block in constant memory; on disk, so that a kill costs seconds.
+
+In: the rates of one tile of pairs after the other. Out: the statistics; with a folder also `measuring.npz`, from which
+the same measurement goes on with the identical numbers, and on request `ratios.npz`, every single ratio.
+"""
+
+import hashlib
+import json
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from vitplast_jax import trees
+from vitplast_jax.files import replacing
+from vitplast_jax.plasticity import rates
+from vitplast_jax.plasticity.bounds import COMPONENTS
+
+STATE, RATIOS = "measuring.npz", "ratios.npz"
+_RAW_RATIOS = ".ratios.npy"
+_SAVE_SECONDS = 10.0  # between two saves: what a kill may cost
+
+
+class Stream:
+    """The statistics of a measurement, tile by tile.
+
+    Args:
+      depth: number of blocks.
+      places: indices (x, y) of the images that are compared.
+      pairing, reference: decide the kind of statistics.
+      folder: where the state is kept, None to keep none.
+      key: identifies the measurement; a state of another one is ignored.
+      ratios: keep every single ratio, in the folder.
+    """
+
+    def __init__(self, depth: int, places, *, pairing: str, reference: bool, folder, key: str, ratios: bool):
+        self.places, self.pairing = places, pairing
+        sizes = tuple(len(side) for side in places)
+
+        def new_statistics():
+            if pairing == "all":
+                return rates.AllPairsStatistics((len(COMPONENTS),), *sizes)
+            return rates.RateStatistics((len(COMPONENTS),), reference=reference)
+
+        self.by_block, self.overall = [new_statistics() for _ in range(depth)], new_statistics()
+        self.sigma, self.radius = np.full((depth, 2), np.inf), np.zeros(depth)
+        self.tiles = 0
+        # One process writes; the others of a pod would have to find the same file, so only single processes resume.
+        self.folder = None if folder is None or jax.process_count() > 1 else Path(folder)
+        self._key, self._saved = key, time.monotonic()
+        self._restore()
+        self._ratios = None
+        if ratios and self.folder is not None:
+            shape = (depth, len(COMPONENTS), *(sizes if pairing == "all" else sizes[:1]))
+            self._ratios = self._open_ratios(shape)
+
+    def add(self, tile: Sequence[tuple[np.ndarray, np.ndarray]], start: tuple[int, int]) -> None:
+        """Adds a tile: for every block the rates and the distances of their inputs, [components, *pairs] each."""
+        places = (start,) if self.pairing == "all" else ()
+        total, shortest = 0.0, np.inf
+        for index, (found, given) in enumerate(tile):
+            self.by_block[index].update(found, given, *places)
+            total, shortest = total + found.astype(np.float64), np.minimum(shortest, given)
+            if self._ratios is not None:
+                where = tuple(slice(s, s + size) for s, size in zip(start, found.shape[1:], strict=False))
+                self._ratios[(index, slice(None), *where)] = found
+        self.overall.update(total / len(tile), shortest, *places)
+        self.tiles += 1
+        if self.folder is not None and time.monotonic() - self._saved > _SAVE_SECONDS:
+            self.save()
+
+    def see(self, index: int, domain: Mapping) -> None:
+        """Widens the region that the inputs of a block come from: `domain` is that of a tile."""
+        self.sigma[index] = np.minimum(self.sigma[index], [domain["ln1"][0], domain["ln2"][0]])
+        self.radius[index] = max(self.radius[index], float(domain["mha"][1]))
+
+    def save(self) -> None:
+        """Puts the state on disk, at once."""
+        if self._ratios is not None:
+            self._ratios.flush()  # what the state counts must be there
+        arrays = {"key": np.asarray(self._key), "tiles": np.asarray(self.tiles)}
+        arrays |= {"sigma": self.sigma, "radius": self.radius}
+        for name, statistics in self._statistics().items():
+            arrays |= {f"{name}/{field}": value for field, value in statistics.state().items()}
+        with replacing(self.folder / STATE) as file:
+            np.savez_compressed(file, **arrays)
+        self._saved = time.monotonic()
+
+    def finish(self) -> None:
+        """Writes `ratios.npz`, if it was asked for, and removes the state."""
+        if self.folder is None:
+            return
+        if self._ratios is not None:
+            self._ratios.flush()
+            self._ratios = None
+            _write_ratios(self.folder, self.places)
+        (self.folder / STATE).unlink(missing_ok=True)
+
+    def _statistics(self) -> dict[str, rates.RateStatistics]:
+        return {str(index): statistics for index, statistics in enumerate(self.by_block)} | {"overall": self.overall}
+
+    def _restore(self) -> None:
+        if self.folder is None:
+            return
+        try:
+            with np.load(self.folder / STATE, allow_pickle=False) as file:
+                if str(file["key"]) != self._key:
+                    return
+                arrays = {name: file[name] for name in file.files}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return  # none, or a damaged one: measured anew
+        for name, statistics in self._statistics().items():
+            fields = {path.partition("/")[2]: value for path, value in arrays.items() if path.startswith(f"{name}/")}
+            statistics.restore(fields)
+        self.sigma, self.radius, self.tiles = arrays["sigma"], arrays["radius"], int(arrays["tiles"])
+
+    def _open_ratios(self, shape):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _RAW_RATIOS
+        if self.tiles and path.exists():
+            kept = np.lib.format.open_memmap(path, mode="r+")
+            if kept.shape == shape:
+                return kept
+        elif self.tiles:  # the state counts ratios that are gone
+            raise ValueError(f"{path} is missing although {STATE} counts its ratios; delete {STATE}")
+        return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+
+
+def _write_ratios(folder: Path, places) -> None:
+    """An npz is a zip of npy files, so the large one is copied into it without being read as a whole."""
+    raw = folder / _RAW_RATIOS
+    with replacing(folder / RATIOS) as file, zipfile.ZipFile(file, "w") as archive:
+        archive.write(raw, "ratios.npy")
+        for name, value in (("components", COMPONENTS), ("images_x", places[0]), ("images_y", places[1])):
+            with archive.open(f"{name}.npy", "w") as entry:
+                np.lib.format.write_array(entry, np.asarray(value), allow_pickle=False)
+    raw.unlink()
+
+
+def identify(settings: Mapping, params: Mapping, places, fingerprints: Sequence[str]) -> str:
+    """A hash of everything that decides the numbers of a measurement: settings, weights, images, pairs, versions."""
+    digest = hashlib.sha256(json.dumps([settings, fingerprints, jax.__version__], default=str).encode())
+    for side in places:
+        digest.update(np.ascontiguousarray(side, "<i8"))
+    for path, leaf in sorted(trees.flatten(params).items()):
+        digest.update(path.encode())
+        digest.update(np.ascontiguousarray(leaf))
+    return digest.hexdigest()
