@@ -1,7 +1,8 @@
 """What do all commands share? Flags, `--config` with its overrides, `--help`, and errors that take one line.
 
 In: a command's docstring (its help), its flags and its `main(flags)`; the command line.
-Out: the process ends with status 0, 1 (an error; one line on stderr), 2 (wrong usage) or 130 (interrupted).
+Out: the process ends with status 0, 1 (an error; one line on stderr), 2 (wrong usage), 130 (interrupted) or 143 (a run
+that SIGTERM stopped after it had saved its state: the same command continues it).
 
 `--config FILE:ARG` calls the file's `get_config(ARG)` (ml_collections); `--config.KEY=VALUE` overrides one key. The
 overrides are read by the rules of training/config.py rather than by ml_collections' flags, which refuse `steps=1e3`,
@@ -19,7 +20,7 @@ from collections.abc import Callable, Sequence
 from absl import flags as absl_flags
 from ml_collections import ConfigDict
 
-from vitplast_jax.errors import UserError
+from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.training import config as settings
 
 
@@ -40,6 +41,12 @@ class Flag:
 
 CONFIG = Flag("config", "config file; :ARG is passed to its get_config", value="configs/X.py[:ARG]", required=True)
 WORKDIR = Flag("workdir", "folder of the run", value="DIR", required=True)
+# One command on several hosts; TPU hosts of one pod find each other without.
+PROCESSES = (
+    Flag("coordinator", "where process 0 of several listens; its next port is used too", value="HOST:PORT"),
+    Flag("processes", "how many processes make up the run", default=0, value="N"),
+    Flag("process", "which of them this one is, from 0", default=-1, value="I"),
+)
 DEBUG = Flag("debug", "show where an error happened", default=False)
 
 
@@ -219,6 +226,9 @@ def run(
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough; Python must not flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:
         print("stopped; train continues with the same command", file=sys.stderr)
         sys.exit(130)

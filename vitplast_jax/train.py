@@ -3,8 +3,8 @@
 Example:
   python -m vitplast_jax.train --config configs/quickstart.py --workdir runs/quickstart --config.trainable=mha,fc1@0-2
 
-The same command continues a run that was stopped. The folder then holds config.json, metrics.jsonl, results.json, the
-curves as a PNG, and checkpoints/ (latest and best).
+The same command continues a run that was stopped; SIGTERM lets it save at the next step and exit with status 143. The
+folder then holds config.json, metrics.jsonl, results.json, the curves as a PNG, and checkpoints/ (latest and best).
 """
 
 from vitplast_jax import command
@@ -13,10 +13,14 @@ FLAGS = (
     command.CONFIG,
     command.WORKDIR,
     command.Flag("overwrite", "discard the run that the workdir holds", default=False),
+    *command.PROCESSES,
 )
 
 
 def main(flags):
+    from vitplast_jax.training import processes
+
+    processes.join(flags)
     from vitplast_jax.training.loop import train_and_evaluate
 
     results = train_and_evaluate(flags.config, flags.workdir, overwrite=flags.overwrite)

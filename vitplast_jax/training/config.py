@@ -144,6 +144,18 @@ def image_size(meaning: str) -> Field:
     return Field((), read, "() for the model's own, 224, or height,width as in 224,160", meaning)
 
 
+def steps_range(meaning: str) -> Field:
+    """(): none; `from,to` with 1 <= from < to."""
+
+    def read(value: Any) -> tuple[int, ...]:
+        result = tuple(_whole(item) for item in _items(value))
+        if len(result) not in (0, 2) or (result and not 1 <= result[0] < result[1]):
+            raise ValueError
+        return result
+
+    return Field((), read, "() or from,to with 1 <= from < to", meaning)
+
+
 def selectors(default: tuple[str, ...], meaning: str, empty: bool = False) -> Field:
     def read(value: Any) -> tuple[str, ...]:
         result = _items(value)
@@ -226,8 +238,12 @@ FIELDS: dict[str, Field] = {
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
     "remat": choice(
-        "none", ("none", "block", "dots"), "recompute activations by block (dots: all but products): less memory, more time"
+        "none",
+        ("none", "block", "dots"),
+        "recompute activations by block (dots: all but products): less memory, more time",
     ),
+    "profile": steps_range("trace steps from, up to but without, to; the trace goes to the workdir's profile/"),
+    "compilation_cache": text("", "folder that keeps compiled programs for the next start; empty: none"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),
@@ -301,6 +317,8 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
             )
     if v["warmup_steps"] > v["steps"]:
         found.append(f"config.warmup_steps is {v['warmup_steps']}, more than config.steps {v['steps']}")
+    if v["profile"] and v["profile"][1] > v["steps"]:
+        found.append(f"config.profile ends at step {v['profile'][1]}, after config.steps {v['steps']}")
     if bool(v["data.mean"]) != bool(v["data.std"]):
         found.append("config.data.mean and config.data.std are given together or not at all")
     return found

@@ -18,9 +18,9 @@ import numpy as np
 from tqdm import tqdm
 
 from vitplast_jax import components, models, sharding, trees
-from vitplast_jax.errors import UserError
+from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.files import write_json
-from vitplast_jax.training import cost, inputs, optim, program, run
+from vitplast_jax.training import cost, inputs, optim, processes, program, run
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
 from vitplast_jax.training.start import load_start
@@ -39,6 +39,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
       UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
     """
     began, workdir = time.monotonic(), Path(workdir)
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
 
     # Mesh.
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
@@ -48,11 +50,12 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         )
 
     # Data.
-    data = inputs.load_data(config)
+    processes.check_shared(workdir, "--workdir")
+    data = processes.together(inputs.load_data, config)
     train = data["train"]
 
     # Model and base weights, still in host memory.
-    start = load_start(config, train.class_names)
+    start = processes.together(load_start, config, train.class_names)
     spec = start.spec
     mask = run.trainable_mask(config, start.params)
     trains = run.applied_selectors(config, components.counts(start.params))
@@ -64,7 +67,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
     }
-    claim = run.check_claim(workdir, config, facts, overwrite)
+    processes.check_agreement("settings, data or weights", comparable(config, facts))
+    claim = processes.together(run.check_claim, workdir, config, facts, overwrite)
     if claim.results is not None:
         say(f"{workdir} holds the finished run; nothing to do")
         return claim.results
@@ -113,9 +117,11 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         # Loop.
         batches = inputs.training_batches(config, train, spec.img_size, mesh, first)
         bar = tqdm(total=config.steps, initial=first, unit="step", desc="train", dynamic_ncols=True, disable=None)
-        mark, waited, logged = time.monotonic(), 0.0, first
-        with bar, contextlib.closing(batches):
+        mark, waited, logged, traced = time.monotonic(), 0.0, first, False
+        with bar, contextlib.closing(batches), processes.StopRequest() as stop:
             for step in range(first + 1, config.steps + 1):
+                if step in config.profile:
+                    traced = trace(workdir / "profile", state, step == config.profile[0], traced)
                 before = time.monotonic()
                 batch = next(batches)
                 waited += time.monotonic() - before
@@ -124,6 +130,9 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
 
                 periods = (config.log_every, config.eval_every, config.checkpoint_every)
                 logs, evaluates, saves = (step % period == 0 or step == config.steps for period in periods)
+                # All processes must stop at the same step: several ask each other, when they wait for it anyway.
+                stops = stop.asked if jax.process_count() == 1 else logs and stop.anywhere()
+                saves = saves or stops
                 if logs or evaluates or saves:
                     check_finite(measured, step, checkpoints.latest_step())
                 if logs:
@@ -149,6 +158,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                     record = {**record, "seconds": earlier + time.monotonic() - began}
                     checkpoints.save_latest(step, state, record)
                 mark += time.monotonic() - paused
+                if stops and step < config.steps:
+                    raise Stopped(f"stopped at step {step} of {config.steps}, which is saved; the same command goes on")
 
         # Test the best validated checkpoint.
         best = checkpoints.restore_best(target_of(state.trainable), record["best_step"])
@@ -170,6 +181,13 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     return results
 
 
+def comparable(config, facts: Mapping) -> dict[str, Any]:
+    """What all hosts of a run must have alike; where its files lie may differ."""
+    flat = trees.flatten(config.to_dict())
+    alike = {path: value for path, value in flat.items() if path not in ("weights", "data/path", "data/threads")}
+    return alike | {**facts, "base_weights": facts["base_weights"]["sha256"]}
+
+
 def target_of(tree):
     """Shapes, dtypes and shardings of a tree of arrays, to restore into."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
@@ -189,6 +207,17 @@ def check_finite(measured: Mapping[str, Any], step: int, saved: int | None):
             f"at step {step} the loss is {loss} and the gradient norm {norm}: the run diverged "
             f"({kept}); lower config.learning_rate, or clip with config.clip_norm"
         )
+
+
+def trace(folder: Path, state, begins: bool, traced: bool) -> bool:
+    """Begins or ends a trace of the steps in between, for TensorBoard or Perfetto; returns whether one is running."""
+    jax.block_until_ready(state)
+    if begins:
+        jax.profiler.start_trace(folder)
+    elif traced:  # a run continued within the range has begun none
+        jax.profiler.stop_trace()
+        say(f"wrote a profile to {folder}")
+    return begins
 
 
 def say(text: str):

@@ -59,7 +59,9 @@ def prepare_environment(topology: str):
     """
     chip = chip_of(topology)
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError("the TPU compiler is not installed: pip install libtpu (beside jax, in an environment of its own)")
+        raise UserError(
+            "the TPU compiler is not installed: pip install libtpu (beside jax, in an environment of its own)"
+        )
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["TPU_ACCELERATOR_TYPE"] = _ACCELERATORS[chip]
