@@ -9,6 +9,8 @@ overrides are read by the rules of training/config.py rather than by ml_collecti
 take True for a number and make one text of `mha,fc1`. Nothing here imports jax, so `--help` answers at once.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import os
 import signal
@@ -16,12 +18,15 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
-from ml_collections import ConfigDict
 
 from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.training import config as settings
+
+if TYPE_CHECKING:  # the speed suites run where ml_collections is not installed
+    from ml_collections import ConfigDict
 
 
 class UsageError(UserError):
@@ -79,6 +84,8 @@ def help_text(doc: str, flags: Sequence[Flag]) -> str:
 
 def load_config(path_and_argument: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """The validated config of `FILE` or `FILE:ARG`, with (key, text) overrides applied in their order."""
+    from ml_collections import ConfigDict
+
     path, colon, argument = path_and_argument.partition(":")
     try:
         with open(path, encoding="utf-8") as file:

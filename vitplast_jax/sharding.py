@@ -54,9 +54,20 @@ def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence | None = None) ->
     shape = data // len(slices), fsdp
     if {len(group) for group in slices.values()} != {shape[0] * fsdp}:
         raise UserError(f"mesh.fsdp={fsdp} reaches across {len(slices)} slices; it must fit into one")
-    # Within a slice jax.make_mesh follows the wiring of the chips.
-    parts = [jax.make_mesh(shape, AXES, axis_types=axis_types, devices=group).devices for group in slices.values()]
+    parts = [_in_order(shape, axis_types, group) for group in slices.values()]
     return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=axis_types)
+
+
+def _in_order(shape: tuple[int, int], axis_types, devices: list) -> np.ndarray:
+    """The devices of one slice along the axes: by the wiring of the chips, as long as each process's stay together.
+
+    For a process holds the rows of a batch that are next to each other (decision 7: where a row is decides its draws).
+    """
+    wired = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices).devices
+    owners = [device.process_index for device in wired.flat]
+    if owners == sorted(owners):
+        return wired
+    return np.asarray(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
 
 
 def replicated(mesh) -> NamedSharding:

@@ -8,17 +8,20 @@ canonical form (selector fields are tuples, image sizes are (height, width)), or
 from a command line (text) and from Python, so `--config.steps=1e3` and `config.steps = 1000` agree. Imports no jax.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from vitplast_jax.errors import UserError
+
+if TYPE_CHECKING:  # the speed suites run where ml_collections is not installed
+    from ml_collections import ConfigDict
 
 _SELECTOR = re.compile(r"[a-z_][a-z0-9_]*(@\d+(-\d+)?)?")
 
@@ -256,6 +259,8 @@ FIELDS: dict[str, Field] = {
 
 
 def _nested(flat: Mapping[str, Any]) -> ConfigDict:
+    from ml_collections import ConfigDict
+
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         group, _, name = key.rpartition(".")
@@ -266,7 +271,7 @@ def _nested(flat: Mapping[str, Any]) -> ConfigDict:
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in config.items():
-        if isinstance(value, (Mapping, ConfigDict)):
+        if hasattr(value, "items"):
             flat.update(_flat(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value

@@ -84,7 +84,7 @@ def topology_devices(topology: str, slices: int = 1) -> list:
         raise UserError(f"--topology {topology}, {slices} slices: the TPU compiler refuses it ({reason})") from None
 
 
-def rehearse_training(config, topology: str, slices: int = 1, data=None) -> dict[str, Any]:
+def rehearse_training(config, topology: str, slices: int = 1, data=None, **overrides) -> dict[str, Any]:
     """Compiles the training step of a config for a topology.
 
     Args:
@@ -92,6 +92,7 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None) -> dict
       topology, slices: "v5e:16x16", how many of them.
       data: the training data's Source, whose images' shape and classes count; None: images as the model sees them,
         ``config.num_classes`` or 1000 classes.
+      **overrides: fields of the model's spec.
     Returns:
       The row that DESIGN's contract names. ``largest_batch`` is the largest batch per device known to fit: the asked
       one, or else the largest found by search (0: not even one image).
@@ -105,7 +106,7 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None) -> dict
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, devices)
     if config.batch_size % mesh.size:
         raise UserError(f"config.batch_size {config.batch_size} is not a multiple of the {mesh.size} chips")
-    spec = abstract_spec(config, len(data.class_names) if data is not None else 0)
+    spec = abstract_spec(config, len(data.class_names) if data is not None else 0, **overrides)
     shapes = models.abstract_parameters(spec)
     mask = run.trainable_mask(config, shapes)
     parts = config.batch_size // int(config.microbatch) if config.microbatch.isdigit() else config.accumulation
@@ -135,19 +136,20 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None) -> dict
     return row
 
 
-def abstract_spec(config, classes: int = 0):
+def abstract_spec(config, classes: int = 0, **overrides):
     """The spec of a config's model, without its weights where ``config.model`` names it."""
     from vitplast_jax.models import specs
     from vitplast_jax.training.start import load_start
 
     classes = config.num_classes or classes or 1000
     if config.model:
-        spec = specs.spec(config.model, num_classes=classes, img_size=tuple(config.image_size) or None)
+        size = tuple(config.image_size) or None
+        spec = specs.spec(config.model, num_classes=classes, img_size=size, **overrides)
         preprocessing = spec.preprocessing or specs.Preprocessing()  # which mean and std costs the same
         return specs.replace(
             spec, drop_rate=config.dropout, drop_path_rate=config.drop_path, preprocessing=preprocessing
         )
-    return load_start(config, [str(label) for label in range(classes)]).spec
+    return specs.replace(load_start(config, [str(label) for label in range(classes)]).spec, **overrides)
 
 
 @dataclasses.dataclass(frozen=True)
