@@ -85,10 +85,24 @@ class Attention(nnx.Module):
         self.qkv = Linear(d, 3 * d, qkv_bias)
         self.out = Linear(d, d)
 
+    def project(self, x):
+        """Queries, keys and values of tokens [..., n, d]: three of [..., n, h, k]."""
+        if self.qkv.slot is not None:
+            parts = jnp.split(self.qkv(x), 3, axis=-1)
+        else:
+            # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
+            kernels = jnp.split(self.qkv.kernel[...].astype(x.dtype), 3, axis=-1)
+            parts = [x @ kernel for kernel in kernels]
+            if self.qkv.bias is not None:
+                biases = jnp.split(self.qkv.bias[...].astype(x.dtype), 3)
+                parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
+        return [rearrange(part, "... n (h k) -> ... n h k", h=self.heads) for part in parts]
+
     def __call__(self, x):
-        q, k, v = rearrange(self.qkv(x), "... n (three h k) -> three ... n h k", three=3, h=self.heads)
-        scale = q.shape[-1] ** -0.5
-        scores = jnp.einsum("...nhk,...mhk->...hnm", q * scale, k, preferred_element_type=jnp.float32)
+        q, k, v = self.project(x)
+        # Products accumulate in float32; scores are kept in the dtype of computation, which halves what moves, and the
+        # softmax works on them in float32.
+        scores = jnp.einsum("...nhk,...mhk->...hnm", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
         return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))

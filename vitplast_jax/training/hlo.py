@@ -16,7 +16,7 @@ _COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(COLLECTIVES)})(
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
-_GROUPS = re.compile(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})")
+_OPERANDS = re.compile(r"%([\w.\-]+)")
 # A fusion's computation is part of its instruction; the others are sequences of instructions of their own.
 _SEQUENCES = re.compile(r"\b(?:to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -28,13 +28,14 @@ def collective_bytes(text: str) -> dict[str, int]:
     totals: dict[str, int] = {}
     for line, times, _ in _executed(text):
         if found := _COLLECTIVE.search(line):
-            sizes = [_bytes(*shape) for shape in _SHAPE.findall(found["shape"])]
+            sizes = _sizes(found["shape"])
             if found["start"] and found["kind"] in ("all-gather", "all-to-all", "collective-permute"):
                 # The pair of operands and results; a permutation's has two counters besides.
                 sizes = [size for size in sizes if size > 4] if found["kind"] == "collective-permute" else sizes
                 sizes = sizes[len(sizes) // 2 :]
             if found["kind"] == "reduce-scatter":
-                sizes = [size * _group_size(line) for size in sizes]
+                operands = _OPERANDS.findall(line[found.end() :].partition(")")[0])
+                sizes = [size for name in operands for size in _sizes(_shape_of(text, name))]
             totals[found["kind"]] = totals.get(found["kind"], 0) + times * sum(sizes)
     return totals
 
@@ -49,14 +50,19 @@ def estimated_cycles(text: str) -> int:
     )
 
 
+def _sizes(shape: str) -> list[int]:
+    """Bytes of each array in "f32[2,3]{1,0:T(8,128)}" or in a tuple of such."""
+    return [_bytes(*found) for found in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", shape))]
+
+
 def _bytes(dtype: str, dimensions: str) -> int:
     bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype) or 0)
     return bits * math.prod(int(size) for size in dimensions.split(",") if size) // 8
 
 
-def _group_size(line: str) -> int:
-    found = _GROUPS.search(line)
-    return 1 if found is None else int(found[1]) if found[1] else found[2].count(",") + 1
+def _shape_of(text: str, name: str) -> str:
+    found = re.search(rf"^\s*(?:ROOT )?%{re.escape(name)} = (\(.*?\) |\S+ )", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
