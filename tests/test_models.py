@@ -179,6 +179,13 @@ def test_a_slot_in_qkv_sees_the_fused_kernel_and_changes_nothing_by_being_there(
     np.testing.assert_allclose(attention(x), plain, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_parameters_are_summed_in_their_own_dtype():
+    # bfloat16 holds 256 and 258, but not 257.
+    x, kernel, bias = jnp.ones((257, 1), jnp.bfloat16), jnp.ones((1, 1)), jnp.zeros((1,))
+    gradients = jax.grad(lambda *params: layers.product(x, *params).astype(jnp.float32).sum(), (0, 1))(kernel, bias)
+    assert [(float(g.squeeze()), g.dtype) for g in gradients] == [(257.0, jnp.float32)] * 2
+
+
 def test_attention_weights_sum_in_float32():
     # R21: 1024 equal tokens; sums of ones in bfloat16 stop at 256, and the output would be four times the value.
     attention = layers.Attention(4, 1)

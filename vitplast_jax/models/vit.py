@@ -25,10 +25,10 @@ class PatchEmbed(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((spec.width,)))
 
     def __call__(self, images):
-        kernel = self.kernel[...].astype(images.dtype)
+        kernel = self.kernel[...]
         height, width = kernel.shape[:2]
         patches = rearrange(images, "b (i p) (j q) c -> b (i j) (p q c)", p=height, q=width)
-        return patches @ rearrange(kernel, "p q c d -> (p q c) d") + self.bias[...].astype(images.dtype)
+        return layers.product(patches, rearrange(kernel, "p q c d -> (p q c) d"), self.bias[...])
 
 
 class ViT(nnx.Module):
