@@ -7,8 +7,7 @@ where it will live.
 import jax
 import jax.numpy as jnp
 
-from vitplast_jax import models, sharding, trees
-from vitplast_jax.models.specs import ViTSpec
+from vitplast_jax import sharding, trees
 from vitplast_jax.training import optim
 from vitplast_jax.training.step import TrainState, make_train_step
 
@@ -51,16 +50,18 @@ def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen
     )
 
 
-def lower_abstract_step(config, spec: ViTSpec, mesh, prepare, batch, mask: trees.Tree, parts: int = 1):
-    """The same from shapes alone: takes no memory, reads no weights. ``mask`` says which parameters train."""
-    trainable, frozen = trees.partition(models.abstract_parameters(spec), mask)
+def lower_abstract_step(config, static, params, depth: int, mesh, prepare, batch, mask: trees.Tree, parts: int = 1):
+    """The same from shapes alone: takes no memory, reads no weights.
+
+    ``params`` are the shapes of all parameters, ``mask`` says which of them train, ``depth`` how many blocks there are.
+    """
+    trainable, frozen = trees.partition(params, mask)
     trainable = trees.map_paths(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable)
     frozen = trees.map_paths(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, config.frozen_dtype), frozen)
-    optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
+    optimizer, schedule = optim.make_optimizer(config, trainable, depth)
     state = jax.eval_shape(lambda tree: initial_state(optimizer, tree), trainable)
     state = placed(state, sharding.like(mesh, state, trainable))
     frozen = placed(frozen, sharding.parameters(mesh, frozen))
-    static = models.structure(spec)
     return lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen, batch, parts)
 
 

@@ -116,7 +116,10 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
     def compile_step(batch_per_device):
         batch = inputs.example_batch(batch_per_device * mesh.size, source, spec.img_size, mesh)
         prepare = inputs.make_training_preparation(config, spec, source)
-        return program.lower_abstract_step(config, spec, mesh, prepare, batch, mask, parts).compile()
+        static = models.structure(spec)
+        return program.lower_abstract_step(
+            config, static, shapes, spec.depth, mesh, prepare, batch, mask, parts
+        ).compile()
 
     began = time.monotonic()
     asked = config.batch_size // mesh.size
