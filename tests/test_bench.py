@@ -1,5 +1,8 @@
+import importlib.util
 import json
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -15,14 +18,25 @@ def call(*argv):
 
 def test_an_unknown_suite_is_one_line(capsys):
     assert call("--suite", "cpu") == 1
-    assert "no suite is called 'cpu'; there is: cpu-step" in capsys.readouterr().err
+    assert "no suite is called 'cpu'; there is: cpu-step, gpu, tpu-static, " in capsys.readouterr().err
+
+
+def test_flops_of_a_step():
+    flops = runpy.run_path("tools/suites/steps.py")["training_flops"]
+    # One image, forward: 17.56 G multiply-adds as published for ViT-B/16 at 224 pixels; thrice that for a full step.
+    assert flops("vit_base_patch16_224", "all") == pytest.approx(3 * 2 * 17.56e9, rel=0.01)
+    # Nothing but norms and head: no kernel has a gradient, all activations have.
+    assert flops("vit_base_patch16_224", "ln1") == pytest.approx(2 * 2 * 17.56e9, rel=0.02)
+    assert flops("vit_base_patch16_224", "ln1") < flops("vit_base_patch16_224", "mha")
+
+
+SMALL = ("--model", "vit_tiny_patch16_224", "--batch", "1", "--repeats", "1", "--trainable", "all,ln1")
 
 
 @pytest.mark.parity
 def test_cpu_step_compares_the_same_work(tmp_path):
     path = tmp_path / "bench.json"
-    small = ("--model", "vit_tiny_patch16_224", "--batch", "1", "--repeats", "1", "--trainable", "all,ln1")
-    assert call("--suite", "cpu-step", *small, "--json", str(path)) == 0
+    assert call("--suite", "cpu-step", *SMALL, "--json", str(path)) == 0
     written = json.loads(path.read_text())
     assert written["environment"]["versions"]["jax"]
     for row, trainable in zip(written["rows"], ("all", "ln1"), strict=True):
@@ -38,3 +52,26 @@ def test_plasticity_gives_the_means_of_the_papers_way(tmp_path):
     (row,) = json.loads(path.read_text())["rows"]
     assert row["largest_difference"] < 1e-4  # all 60 means, the same weights and images
     assert (row["pairs"], row["peer_pairs"]) == (4, 2) and row["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_with_few_packages(tmp_path):
+    """As on a machine with only jax, flax, optax, orbax, torch, timm and einops."""
+    absent = ("ml_collections", "grain", "chex", "sklearn", "matplotlib", "tensorflow_datasets")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); sys.argv = sys.argv[1:]\n"
+    code += "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+    out = tmp_path / "gpu.json"
+    small = (*SMALL[:-1], "ln1", "--json", str(out))
+    argv = [sys.executable, "-c", code, "tools/bench.py", "--suite", "gpu", *small]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["dtype"] == "bfloat16" and row["ours_mfu"] is None  # a CPU's best is not in the table
+    expected = row["ours_images_per_second"] / row["peer_images_per_second"]
+    assert row["ratio"] == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_tpu_static_without_its_compiler_is_one_line(capsys):
+    assert call("--suite", "tpu-static") == 1
+    assert "pip install libtpu" in capsys.readouterr().err

@@ -159,7 +159,40 @@ def test_remat_changes_nothing_but_memory(tree_allclose):
             trainable
         )
 
-    tree_allclose(grads(True), grads(False), rtol=1e-5, atol=1e-6)
+    plain = grads("none")
+    for policy in set(layers.REMAT) - {"none"}:
+        tree_allclose(grads(policy), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_slot_in_qkv_sees_the_fused_kernel_and_changes_nothing_by_being_there():
+    attention, x = layers.Attention(8, 2), jax.random.normal(jax.random.key(0), (2, 5, 8))
+    attention.qkv.kernel[...] = jax.random.normal(jax.random.key(1), (8, 24))
+    attention.qkv.bias[...] = jax.random.normal(jax.random.key(2), (24,))
+    attention.out.kernel[...] = jnp.eye(8)
+    plain = attention(x)
+
+    def slot(x, kernel, bias):
+        assert kernel.shape == (8, 24)
+        return x @ kernel + bias
+
+    attention.qkv.slot = slot
+    np.testing.assert_allclose(attention(x), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_parameters_are_summed_in_their_own_dtype():
+    # bfloat16 holds 256 and 258, but not 257.
+    x, kernel, bias = jnp.ones((257, 1), jnp.bfloat16), jnp.ones((1, 1)), jnp.zeros((1,))
+    gradients = jax.grad(lambda *params: layers.product(x, *params).astype(jnp.float32).sum(), (0, 1))(kernel, bias)
+    assert [(float(g.squeeze()), g.dtype) for g in gradients] == [(257.0, jnp.float32)] * 2
+
+
+def test_attention_weights_sum_in_float32():
+    # R21: 1024 equal tokens; sums of ones in bfloat16 stop at 256, and the output would be four times the value.
+    attention = layers.Attention(4, 1)
+    attention.qkv.kernel[...] = jnp.concatenate([jnp.zeros((4, 8)), jnp.eye(4)], axis=1)
+    attention.out.kernel[...] = jnp.eye(4)
+    x = jnp.broadcast_to(jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.bfloat16), (1024, 4))
+    np.testing.assert_allclose(np.asarray(attention(x), np.float32), np.asarray(x, np.float32), rtol=2e-2)
 
 
 def test_dropout_is_a_function_of_each_examples_key():

@@ -1,12 +1,15 @@
 """What do all commands share? Flags, `--config` with its overrides, `--help`, and errors that take one line.
 
 In: a command's docstring (its help), its flags and its `main(flags)`; the command line.
-Out: the process ends with status 0, 1 (an error; one line on stderr), 2 (wrong usage) or 130 (interrupted).
+Out: the process ends with status 0, 1 (an error; one line on stderr), 2 (wrong usage), 130 (interrupted) or 143 (a run
+that SIGTERM stopped after it had saved its state: the same command continues it).
 
 `--config FILE:ARG` calls the file's `get_config(ARG)` (ml_collections); `--config.KEY=VALUE` overrides one key. The
 overrides are read by the rules of training/config.py rather than by ml_collections' flags, which refuse `steps=1e3`,
 take True for a number and make one text of `mha,fc1`. Nothing here imports jax, so `--help` answers at once.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import os
@@ -15,12 +18,15 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
-from ml_collections import ConfigDict
 
-from vitplast_jax.errors import UserError
+from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.training import config as settings
+
+if TYPE_CHECKING:  # the speed suites run where ml_collections is not installed
+    from ml_collections import ConfigDict
 
 
 class UsageError(UserError):
@@ -40,6 +46,12 @@ class Flag:
 
 CONFIG = Flag("config", "config file; :ARG is passed to its get_config", value="configs/X.py[:ARG]", required=True)
 WORKDIR = Flag("workdir", "folder of the run", value="DIR", required=True)
+# One command on several hosts; TPU hosts of one pod find each other without.
+PROCESSES = (
+    Flag("coordinator", "where process 0 of several listens; its next port is used too", value="HOST:PORT"),
+    Flag("processes", "how many processes make up the run", default=0, value="N"),
+    Flag("process", "which of them this one is, from 0", default=-1, value="I"),
+)
 DEBUG = Flag("debug", "show where an error happened", default=False)
 
 
@@ -72,6 +84,8 @@ def help_text(doc: str, flags: Sequence[Flag]) -> str:
 
 def load_config(path_and_argument: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
     """The validated config of `FILE` or `FILE:ARG`, with (key, text) overrides applied in their order."""
+    from ml_collections import ConfigDict
+
     path, colon, argument = path_and_argument.partition(":")
     try:
         with open(path, encoding="utf-8") as file:
@@ -219,6 +233,9 @@ def run(
     except BrokenPipeError:  # the reader, as in `| head`, has seen enough; Python must not flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
     except KeyboardInterrupt:
         print("stopped; train continues with the same command", file=sys.stderr)
         sys.exit(130)

@@ -13,14 +13,21 @@ FLAGS = (
     command.WORKDIR,
     command.Flag("split", "train, validation or test", default="test", value="SPLIT"),
     command.Flag("batch_size", "images at once; 0: the run's eval_batch_size", default=0, value="N"),
+    *command.PROCESSES,
 )
 
 
 def main(flags):
+    from vitplast_jax.training import processes
+
+    processes.join(flags)
+    import jax
+
     from vitplast_jax.training.evaluation import evaluate_run
 
     evaluation, class_names = evaluate_run(flags.workdir, split=flags.split, batch_size=flags.batch_size)
-    report(evaluation, class_names, flags.workdir)
+    if jax.process_index() == 0:
+        report(evaluation, class_names, flags.workdir)
 
 
 def report(evaluation: dict, class_names, workdir) -> None:

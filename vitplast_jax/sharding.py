@@ -5,7 +5,7 @@ The batch is divided over both axes; parameters are divided over ``fsdp`` where 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -25,13 +25,19 @@ RULES = (
 )
 
 
-def make_mesh(data: int = -1, fsdp: int = 1) -> jax.sharding.Mesh:
+def make_mesh(data: int = -1, fsdp: int = 1, devices: Sequence | None = None) -> jax.sharding.Mesh:
     """A mesh with the axes ``data`` and ``fsdp`` over all devices of the run; ``data=-1`` takes what fsdp leaves.
 
+    Over several slices of TPUs the data axis goes across them, so that only its sums leave a slice.
+
+    Args:
+      data, fsdp: devices along each axis.
+      devices: those of the run by default; a rehearsal gives those of a machine that is not there.
     Raises:
-      UserError: the axes do not multiply to a number of devices that is there.
+      UserError: the axes do not multiply to a number of devices that is there, or cannot be cut into the slices.
     """
-    available = jax.device_count()
+    devices = jax.devices() if devices is None else list(devices)
+    available = len(devices)
     if data == -1:
         data = available // fsdp
     if data < 1 or data * fsdp > available:
@@ -40,9 +46,28 @@ def make_mesh(data: int = -1, fsdp: int = 1) -> jax.sharding.Mesh:
         )
     if data * fsdp < available and jax.process_count() > 1:
         raise UserError(f"mesh.data={data} x mesh.fsdp={fsdp} leaves devices idle: {available} are there, use them all")
-    devices = np.asarray(jax.devices()[: data * fsdp])
     # Auto lets the compiler propagate shardings; jax.make_mesh's default, Explicit, refuses the model's reshapes.
-    return jax.make_mesh((data, fsdp), AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    slices: dict[int, list] = {}
+    for device in devices[: data * fsdp]:
+        slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    shape = data // len(slices), fsdp
+    if {len(group) for group in slices.values()} != {shape[0] * fsdp}:
+        raise UserError(f"mesh.fsdp={fsdp} reaches across {len(slices)} slices; it must fit into one")
+    parts = [_in_order(shape, axis_types, group) for group in slices.values()]
+    return jax.sharding.Mesh(np.concatenate(parts), AXES, axis_types=axis_types)
+
+
+def _in_order(shape: tuple[int, int], axis_types, devices: list) -> np.ndarray:
+    """The devices of one slice along the axes: by the wiring of the chips, as long as each process's stay together.
+
+    For a process holds the rows of a batch that are next to each other (decision 7: where a row is decides its draws).
+    """
+    wired = jax.make_mesh(shape, AXES, axis_types=axis_types, devices=devices).devices
+    owners = [device.process_index for device in wired.flat]
+    if owners == sorted(owners):
+        return wired
+    return np.asarray(sorted(devices, key=lambda device: (device.process_index, device.id))).reshape(shape)
 
 
 def replicated(mesh) -> NamedSharding:

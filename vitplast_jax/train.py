@@ -5,8 +5,8 @@ Example:
 
 --config.trainable=auto measures the plasticity first and trains what it recommends under config.budget.{params,flops}.
 
-The same command continues a run that was stopped. The folder then holds config.json, metrics.jsonl, results.json, the
-curves as a PNG, and checkpoints/ (latest and best).
+The same command continues a run that was stopped; SIGTERM lets it save at the next step and exit with status 143. The
+folder then holds config.json, metrics.jsonl, results.json, the curves as a PNG, and checkpoints/ (latest and best).
 """
 
 from vitplast_jax import command
@@ -15,10 +15,14 @@ FLAGS = (
     command.CONFIG,
     command.WORKDIR,
     command.Flag("overwrite", "discard the run that the workdir holds", default=False),
+    *command.PROCESSES,
 )
 
 
 def main(flags):
+    from vitplast_jax.training import processes
+
+    processes.join(flags)
     config, chosen = flags.config, None
     if "auto" in config.trainable:
         config, chosen = choose(config, flags.workdir, flags.overwrite)

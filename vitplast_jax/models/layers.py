@@ -18,6 +18,45 @@ FIRST_PLACE = 16
 _PLACES_PER_BLOCK = 8
 
 
+# What the backward pass recomputes. "block": everything within a block; "dots": all but the products of a block.
+REMAT = {
+    "none": None,
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def rematerialised(function, policy: str):
+    """The function, with the activations of its backward pass kept or recomputed as a name in :data:`REMAT` says."""
+    return function if REMAT[policy] is None else jax.checkpoint(function, policy=REMAT[policy])
+
+
+@jax.custom_vjp
+def product(x, kernel, bias=None):
+    """``x @ kernel + bias`` in the dtype of x [..., d_in].
+
+    The gradients of kernel and bias are summed, over tokens, images and devices, in the parameters' own dtype: float32
+    for what trains (decision 8), where plain differentiation would sum them in bfloat16 if x is.
+    """
+    y = x @ kernel.astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def _product_forward(x, kernel, bias):
+    return product(x, kernel, bias), (x, kernel, bias)
+
+
+def _product_backward(kept, gradient):
+    x, kernel, bias = kept
+    of_x = gradient @ kernel.astype(gradient.dtype).T
+    of_kernel = jnp.einsum("...i,...j->ij", x, gradient, preferred_element_type=kernel.dtype)
+    of_bias = None if bias is None else gradient.astype(bias.dtype).sum(tuple(range(gradient.ndim - 1)))
+    return of_x, of_kernel, of_bias
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``, kernel [d_in, d_out]."""
 
@@ -27,12 +66,10 @@ class Linear(nnx.Module):
         self.slot = nnx.data(None)
 
     def __call__(self, x):
-        kernel = self.kernel[...].astype(x.dtype)
-        bias = None if self.bias is None else self.bias[...].astype(x.dtype)
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         if self.slot is not None:
-            return self.slot(x, kernel, bias)
-        y = x @ kernel
-        return y if bias is None else y + bias
+            return self.slot(x, kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype))
+        return product(x, kernel, bias)
 
 
 class LayerNorm(nnx.Module):
@@ -72,10 +109,22 @@ class Attention(nnx.Module):
         self.qkv = Linear(d, 3 * d, qkv_bias)
         self.out = Linear(d, d)
 
+    def project(self, x):
+        """Queries, keys and values of tokens [..., n, d]: three of [..., n, h, k]."""
+        if self.qkv.slot is not None:
+            parts = jnp.split(self.qkv(x), 3, axis=-1)
+        else:
+            # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
+            kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
+            biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.bias[...], 3)
+            parts = [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+        return [rearrange(part, "... n (h k) -> ... n h k", h=self.heads) for part in parts]
+
     def __call__(self, x):
-        q, k, v = rearrange(self.qkv(x), "... n (three h k) -> three ... n h k", three=3, h=self.heads)
-        scale = q.shape[-1] ** -0.5
-        scores = jnp.einsum("...nhk,...mhk->...hnm", q * scale, k, preferred_element_type=jnp.float32)
+        q, k, v = self.project(x)
+        # Products accumulate in float32; scores are kept in the dtype of computation, which halves what moves, and the
+        # softmax works on them in float32.
+        scores = jnp.einsum("...nhk,...mhk->...hnm", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
         return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))

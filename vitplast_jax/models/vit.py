@@ -25,10 +25,10 @@ class PatchEmbed(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((spec.width,)))
 
     def __call__(self, images):
-        kernel = self.kernel[...].astype(images.dtype)
+        kernel = self.kernel[...]
         height, width = kernel.shape[:2]
         patches = rearrange(images, "b (i p) (j q) c -> b (i j) (p q c)", p=height, q=width)
-        return patches @ rearrange(kernel, "p q c d -> (p q c) d") + self.bias[...].astype(images.dtype)
+        return layers.product(patches, rearrange(kernel, "p q c d -> (p q c) d"), self.bias[...])
 
 
 class ViT(nnx.Module):
@@ -82,7 +82,7 @@ class ViT(nnx.Module):
             x = jnp.concatenate([*prefix, x + positions], axis=1)
         return layers.dropout(x, keys, layers.FIRST_PLACE, self.spec.drop_rate)
 
-    def __call__(self, images, key=None, *, intermediates: bool = False, remat: bool = False):
+    def __call__(self, images, key=None, *, intermediates: bool = False, remat: str = "none"):
         """Returns logits [b, classes] in float32 (features [b, d] without a head), or (logits, out).
 
         Args:
@@ -90,7 +90,7 @@ class ViT(nnx.Module):
           key: None for a deterministic pass; else a key, or [b] keys (one an example), for dropout and drop-path.
           intermediates: also return ``out``: "embedding", "blocks" (a list with every component's output), "norm" and
             "pooled".
-          remat: recompute each block in the backward pass instead of keeping its activations.
+          remat: what the backward pass recomputes instead of keeping it, a name in :data:`layers.REMAT`.
         """
         keys = key
         if key is not None and key.ndim == 0:
@@ -101,10 +101,8 @@ class ViT(nnx.Module):
             if intermediates:
                 x, parts = block(x, keys, intermediates=True)
                 out["blocks"].append(parts)
-            elif remat:
-                x = jax.checkpoint(lambda x, block=block: block(x, keys))(x)
             else:
-                x = block(x, keys)
+                x = layers.rematerialised(lambda x, block=block: block(x, keys), remat)(x)
         if self.spec.pool == "avg":
             # The patches alone are averaged, before the final norm (timm's fc_norm).
             pooled = out["norm"] = self.norm(x[:, self.spec.prefix :].mean(1))

@@ -8,17 +8,20 @@ canonical form (selector fields are tuples, image sizes are (height, width)), or
 from a command line (text) and from Python, so `--config.steps=1e3` and `config.steps = 1000` agree. Imports no jax.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from vitplast_jax.errors import UserError
+
+if TYPE_CHECKING:  # the speed suites run where ml_collections is not installed
+    from ml_collections import ConfigDict
 
 _SELECTOR = re.compile(r"[a-z_][a-z0-9_]*(@\d+(-\d+)?)?")
 
@@ -144,6 +147,18 @@ def image_size(meaning: str) -> Field:
     return Field((), read, "() for the model's own, 224, or height,width as in 224,160", meaning)
 
 
+def steps_range(meaning: str) -> Field:
+    """(): none; `from,to` with 1 <= from < to."""
+
+    def read(value: Any) -> tuple[int, ...]:
+        result = tuple(_whole(item) for item in _items(value))
+        if len(result) not in (0, 2) or (result and not 1 <= result[0] < result[1]):
+            raise ValueError
+        return result
+
+    return Field((), read, "() or from,to with 1 <= from < to", meaning)
+
+
 def selectors(default: tuple[str, ...], meaning: str, empty: bool = False) -> Field:
     def read(value: Any) -> tuple[str, ...]:
         result = _items(value)
@@ -258,9 +273,15 @@ FIELDS: dict[str, Field] = {
     "frozen_dtype": choice("float32", ("float32", "bfloat16"), "in which frozen weights are kept"),
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
-    "remat": choice("none", ("none", "block"), "recompute activations by block: less memory, more time"),
     "probe.places": choice("all", ("all", "last"), "after each component of each block, or the paper's place alone"),
     "sweep": axes("the grid of runs of sweep"),
+    "remat": choice(
+        "none",
+        ("none", "block", "dots"),
+        "recompute activations by block (dots: all but products): less memory, more time",
+    ),
+    "profile": steps_range("trace steps from, up to but without, to; the trace goes to the workdir's profile/"),
+    "compilation_cache": text("", "folder that keeps compiled programs for the next start; empty: none"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),
@@ -282,6 +303,8 @@ FIELDS: dict[str, Field] = {
 
 
 def _nested(flat: Mapping[str, Any]) -> ConfigDict:
+    from ml_collections import ConfigDict
+
     tree: dict[str, Any] = {}
     for key, value in flat.items():
         group, _, name = key.rpartition(".")
@@ -292,7 +315,7 @@ def _nested(flat: Mapping[str, Any]) -> ConfigDict:
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in config.items():
-        if isinstance(value, (Mapping, ConfigDict)):
+        if hasattr(value, "items"):
             flat.update(_flat(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = value
@@ -353,6 +376,8 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
                 found.append(f"config.sweep: {error}")
     if v["warmup_steps"] > v["steps"]:
         found.append(f"config.warmup_steps is {v['warmup_steps']}, more than config.steps {v['steps']}")
+    if v["profile"] and v["profile"][1] > v["steps"]:
+        found.append(f"config.profile ends at step {v['profile'][1]}, after config.steps {v['steps']}")
     if bool(v["data.mean"]) != bool(v["data.std"]):
         found.append("config.data.mean and config.data.std are given together or not at all")
     return found

@@ -114,7 +114,9 @@ def evaluate_run(workdir, split: str = "test", batch_size: int = 0) -> tuple[dic
     source = inputs.with_labels_of(source, finished.class_names)
     mesh = sharding.make_mesh(-1, math.gcd(config.mesh.fsdp, jax.device_count()))  # the devices that are here now
     evaluator = Evaluator(finished.spec, mesh, {split: source}, config)
-    params = models.parameters(finished.model)
+    params = jax.tree.map(
+        np.asarray, models.parameters(finished.model)
+    )  # the host's: a mesh may span several processes
     params = jax.device_put(params, sharding.parameters(mesh, params))
     summary = evaluator(params, {}, split)
     evaluation = {

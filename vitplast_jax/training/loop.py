@@ -18,14 +18,13 @@ import numpy as np
 from tqdm import tqdm
 
 from vitplast_jax import components, models, sharding, trees
-from vitplast_jax.errors import UserError
+from vitplast_jax.errors import Stopped, UserError
 from vitplast_jax.files import write_json
-from vitplast_jax.training import cost, inputs, optim, run
+from vitplast_jax.training import cost, inputs, optim, processes, program, run
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
 from vitplast_jax.training.shared import Shared, program_key
 from vitplast_jax.training.start import load_start
-from vitplast_jax.training.step import TrainState, make_train_step
 
 
 def train_and_evaluate(
@@ -56,6 +55,8 @@ def train_and_evaluate(
         )
     tell = say if shared is None else lambda text: None
     leave, shared = shared is None, shared or Shared()
+    if config.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
 
     # Mesh.
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
@@ -65,11 +66,12 @@ def train_and_evaluate(
         )
 
     # Data.
-    data, _ = shared.once("data", config.data.to_dict(), lambda: inputs.load_data(config))
+    processes.check_shared(workdir, "--workdir")
+    data, _ = shared.once("data", config.data.to_dict(), lambda: processes.together(inputs.load_data, config))
     train = data["train"]
 
     # Model and base weights, still in host memory.
-    start = load_start(config, train.class_names)
+    start = processes.together(load_start, config, train.class_names)
     spec = start.spec
     mask = run.trainable_mask(config, start.params)
     trains = run.applied_selectors(config, components.counts(start.params))
@@ -83,7 +85,8 @@ def train_and_evaluate(
     }
     if chosen is not None:
         facts["chosen"] = dict(chosen)
-    claim = run.check_claim(workdir, config, facts, overwrite)
+    processes.check_agreement("settings, data or weights", comparable(config, facts))
+    claim = processes.together(run.check_claim, workdir, config, facts, overwrite)
     if claim.results is not None:
         tell(f"{workdir} holds the finished run; nothing to do")
         return claim.results
@@ -97,15 +100,11 @@ def train_and_evaluate(
     trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
     trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
     optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
-
-    def initial_state(trainable):
-        return TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
-
-    abstract = jax.eval_shape(initial_state, trainable)
-    state_shardings = sharding.like(mesh, abstract, trainable)
+    places = program.state_shardings(mesh, optimizer, trainable)
     # A jitted copy owns its buffers, so that the step may overwrite them.
     key = program_key(config, claim.parts)
-    initialise, _ = shared.once("start", key, lambda: jax.jit(initial_state, out_shardings=state_shardings))
+    initialise = jax.jit(lambda tree: program.initial_state(optimizer, tree), out_shardings=places)
+    initialise, _ = shared.once("start", key, lambda: initialise)
     state = initialise(trainable)
     del trainable
 
@@ -115,18 +114,10 @@ def train_and_evaluate(
     batch_shapes = {**inputs.example_batch(config.batch_size, train, spec.img_size, mesh), "run": target_of(run_values)}
 
     def compile_step(parts):
-        step = make_train_step(
-            models.structure(spec),
-            optimizer,
-            schedule,
-            prepare,
-            seed=config.seed,
-            label_smoothing=config.label_smoothing,
-            accumulation=parts,
-            remat=config.remat == "block",
-        )
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.replicated(mesh)))
-        return jitted.lower(state, frozen, batch_shapes).compile()
+        static = models.structure(spec)
+        return program.lower_step(
+            config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts
+        ).compile()
 
     def compile_programs():
         train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size, claim.parts)
@@ -152,9 +143,11 @@ def train_and_evaluate(
         batches = inputs.training_batches(config, train, spec.img_size, mesh, first)
         bar = {"total": config.steps, "initial": first, "unit": "step", "desc": "train", "leave": leave}
         bar = tqdm(**bar, dynamic_ncols=True, disable=None)
-        mark, waited, logged = time.monotonic(), 0.0, first
-        with bar, contextlib.closing(batches):
+        mark, waited, logged, traced = time.monotonic(), 0.0, first, False
+        with bar, contextlib.closing(batches), processes.StopRequest() as stop:
             for step in range(first + 1, config.steps + 1):
+                if step in config.profile:
+                    traced = trace(workdir / "profile", state, step == config.profile[0], traced)
                 before = time.monotonic()
                 batch = next(batches)
                 waited += time.monotonic() - before
@@ -163,6 +156,9 @@ def train_and_evaluate(
 
                 periods = (config.log_every, config.eval_every, config.checkpoint_every)
                 logs, evaluates, saves = (step % period == 0 or step == config.steps for period in periods)
+                # All processes must stop at the same step: several ask each other, when they wait for it anyway.
+                stops = stop.asked if jax.process_count() == 1 else logs and stop.anywhere()
+                saves = saves or stops
                 if logs or evaluates or saves:
                     check_finite(measured, step, checkpoints.latest_step())
                 if logs:
@@ -188,6 +184,8 @@ def train_and_evaluate(
                     record = {**record, "seconds": earlier + time.monotonic() - began}
                     checkpoints.save_latest(step, state, record)
                 mark += time.monotonic() - paused
+                if stops and step < config.steps:
+                    raise Stopped(f"stopped at step {step} of {config.steps}, which is saved; the same command goes on")
 
         # Test the best validated checkpoint.
         best = checkpoints.restore_best(target_of(state.trainable), record["best_step"])
@@ -209,6 +207,13 @@ def train_and_evaluate(
     return results
 
 
+def comparable(config, facts: Mapping) -> dict[str, Any]:
+    """What all hosts of a run must have alike; where its files lie may differ."""
+    flat = trees.flatten(config.to_dict())
+    alike = {path: value for path, value in flat.items() if path not in ("weights", "data/path", "data/threads")}
+    return alike | {**facts, "base_weights": facts["base_weights"]["sha256"]}
+
+
 def target_of(tree):
     """Shapes, dtypes and shardings of a tree of arrays, to restore into."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
@@ -228,6 +233,17 @@ def check_finite(measured: Mapping[str, Any], step: int, saved: int | None):
             f"at step {step} the loss is {loss} and the gradient norm {norm}: the run diverged "
             f"({kept}); lower config.learning_rate, or clip with config.clip_norm"
         )
+
+
+def trace(folder: Path, state, begins: bool, traced: bool) -> bool:
+    """Begins or ends a trace of the steps in between, for TensorBoard or Perfetto; returns whether one is running."""
+    jax.block_until_ready(state)
+    if begins:
+        jax.profiler.start_trace(folder)
+    elif traced:  # a run continued within the range has begun none
+        jax.profiler.stop_trace()
+        say(f"wrote a profile to {folder}")
+    return begins
 
 
 def say(text: str):

@@ -23,13 +23,14 @@ from vitplast_jax.errors import UserError
 from vitplast_jax.files import write_json, write_text
 from vitplast_jax.models import specs
 from vitplast_jax.training import config as settings
+from vitplast_jax.training import processes
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.start import base_parameters
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
     *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
-    *("data.path", "data.threads", "mesh.data", "mesh.fsdp"),
+    *("data.path", "data.threads", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
 )
 RUN_FILES = (
     *("results.json", "evaluation.json", "confusion.csv", "confusion.png", "curves.png"),
@@ -94,11 +95,20 @@ def check_claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite
 
 @contextlib.contextmanager
 def take(workdir: str | Path, claim: Claim, parts: int):
-    """Takes a folder for a run as long as the context lasts: writes its ``config.json``, keeps other processes out.
+    """Takes a folder for a run as long as the context lasts: writes its ``config.json``, keeps other runs out.
+
+    Of several processes the first takes it, and none goes on before it has.
 
     Raises:
       UserError: the folder cannot be written, or another process trains in it.
     """
+    with contextlib.ExitStack() as stack:
+        processes.together(stack.enter_context, _take(workdir, claim, parts))
+        yield
+
+
+@contextlib.contextmanager
+def _take(workdir: str | Path, claim: Claim, parts: int):
     workdir = Path(workdir)
     if jax.process_index():
         yield

@@ -39,7 +39,7 @@ def make_train_step(
     seed: int,
     label_smoothing: float = 0.0,
     accumulation: int = 1,
-    remat: bool = False,
+    remat: str = "none",
 ) -> Callable:
     """Returns ``train_step(state, frozen, batch) -> (state, metrics)``.
 
@@ -55,7 +55,7 @@ def make_train_step(
         that one compiled step serves a grid of runs.
       label_smoothing: mass given to all classes alike.
       accumulation: parts of equal size in which a batch is computed one after the other.
-      remat: recompute activations block by block in the backward pass.
+      remat: which activations are recomputed in the backward pass, a name in :data:`vitplast_jax.models.layers.REMAT`.
     """
 
     def mean_loss(trainable, frozen, images, labels, keys):
