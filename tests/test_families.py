@@ -53,7 +53,7 @@ def difference(spec, tree, name):
     return np.abs(ours - expected).max() / np.abs(expected).max()
 
 
-def same_tensors(a, b):
+def differing(a, b):
     assert a.keys() == b.keys()
     return [name for name in a if a[name].shape != b[name].shape or a[name].tobytes() != b[name].tobytes()]
 
@@ -68,7 +68,8 @@ def test_the_peers_answer_and_the_same_file_again(name, tmp_path):
     source = goldens.DATA / (f"{name}.safetensors" if name in TIMM else name)
     out = tmp_path / "again.safetensors" if name in TIMM else tmp_path / "again"
     (export.save_timm if name in TIMM else export.save_hf)(tree, spec, out)
-    assert same_tensors(readers.read_tensors(source), readers.read_tensors(out)) == []
+    # The mask token of DINO's pretraining belongs to no model of ours; transformers gets zeros for it.
+    assert set(differing(readers.read_tensors(source), readers.read_tensors(out))) <= set(report.ignored)
     again, params, _ = convert.load_tree(out)
     scale = {"layer_scale": spec.layer_scale} if name in HF else {}
     assert dataclasses.replace(again, name=spec.name, **scale) == spec
@@ -409,6 +410,45 @@ def test_every_dialect_has_a_rule_for_the_paths_it_shares():
     known = {rule.path for rule in dialects.OURS.rules + dialects.OURS_GPT2.rules}
     for dialect in (*dialects.DIALECTS, dialects.TIMM_GATED):
         assert {rule.path for rule in dialect.rules} <= known, dialect.name
+
+
+@pytest.mark.parametrize("channels", [1, 6])
+def test_other_channels_answer_the_same_to_the_same_image(channels):
+    """A grey image, as one channel or repeated, gives what it gives in three channels."""
+    options = {"model": goldens.SPECS["token"]}
+    grey = goldens.images((2, 16, 16, 1))
+    expected = goldens.answer(convert.load_model(goldens.FILES["token"], **options), np.repeat(grey, 3, -1))
+    model = convert.load_model(goldens.FILES["token"], in_chans=channels, **options)
+    kernel = models.parameters(model)["patch_embed"]["kernel"]
+    assert kernel.shape == (4, 4, channels, 16)
+    np.testing.assert_allclose(goldens.answer(model, np.repeat(grey, channels, -1)), expected, rtol=0, atol=1e-5)
+
+
+def test_statistics_stay_known_only_where_all_channels_share_them():
+    half, imagenet = (specs.Preprocessing(*s) for s in (names.HALF, names.IMAGENET))
+    for told, known in ((half, specs.Preprocessing((0.5,), (0.5,))), (imagenet, None)):
+        spec = goldens.small(preprocessing=told)
+        assert convert.load_tree(goldens.FILES["token"], spec=spec, in_chans=1)[0].preprocessing == known
+
+
+def test_the_hubs_cache_is_honoured_offline(tmp_path, monkeypatch):
+    """A repository where huggingface_hub keeps it: references, snapshots, and links to blobs."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    repository, commit = tmp_path / "models--owner--name", "0123456789abcdef0123456789abcdef01234567"
+    for folder in ("blobs", "refs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in goldens.FILES["hf"].iterdir():
+        (repository / "blobs" / f"sha-{file.name}").write_bytes(file.read_bytes())
+        (repository / "snapshots" / commit / file.name).symlink_to(f"../../blobs/sha-{file.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    spec, tree, report = convert.load_tree("hf-hub:owner/name")
+    expected_spec, expected, _ = convert.load_tree(goldens.FILES["hf"])
+    assert spec == expected_spec and report.source == "hf-hub:owner/name"
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True))
+    with pytest.raises(UserError, match="hf-hub:owner/other: not in the cache"):
+        convert.load_tree("hf-hub:owner/other")
 
 
 def test_preprocessing_of_transformers_that_crops(tmp_path):

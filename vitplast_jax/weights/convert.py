@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = "checkpoint"  # the Orbax checkpoint in a folder of ours, beside model.json
 
 
-def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=False):
+def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=False, in_chans=None):
     """The parameters of a source of weights as our tree.
 
     Args:
@@ -38,6 +38,7 @@ def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=Fa
             or the size that `spec` says.
         seed: of a new head, whose values depend on (seed, num_classes, width) alone.
         ema: take the averaged weights of a training checkpoint.
+        in_chans: channels of the images, to which the patch kernel is adapted; None: the source's.
     Returns: (spec, tree of numpy arrays in the source's dtype, `Report`).
     Raises: UserError: one line with everything that does not fit.
     """
@@ -54,7 +55,7 @@ def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=Fa
         file_spec, positions = structure.infer(seen, told, source, asked)
         if file_spec.pos_embed is False and not (asked or told.get("img_size")):
             notes.append(f"the weights are for any image size; {file_spec.img_size[0]} pixels were taken")
-    target = _target(file_spec, told, num_classes, asked)
+    target = _with_channels(_target(file_spec, told, num_classes, asked), in_chans, notes)
     _check_norm(seen, target, source)
 
     filled, problems, used = {}, Problems(), set()
@@ -80,6 +81,8 @@ def load_tree(source, spec=None, num_classes=None, img_size=None, seed=0, ema=Fa
         if where == "cls_token" and target.pos_embed and target.pos_prefix == "none" and positions.prefix == 1:
             array = array + seen.read("pos_embed")[:, :1]
             notes.append("the class token's position was added to the token, as timm does where registers have none")
+        if where == "patch_embed/kernel" and in_chans and array.ndim == 4:
+            array = resize.adapt_channels(array, in_chans)
         if where == "pos_embed":
             array = _fitted_positions(array, positions, file_spec, target, notes)
         _check(where, rule, array, leaf.shape, problems)
@@ -140,14 +143,14 @@ def class_names(source):
     return places.describe(path, metadata).class_names or ()
 
 
-def load_model(source, num_classes=None, img_size=None, seed=0, model=None, ema=False):
+def load_model(source, num_classes=None, img_size=None, seed=0, model=None, ema=False, in_chans=None):
     """A model with the weights of a source; arguments as of `load_tree`, `model` being its `spec`.
 
     Parameters are float32 whatever the source's dtype, which is exact for the 16-bit types.
     """
     import jax.numpy as jnp
 
-    spec, tree, _ = load_tree(source, spec=model, num_classes=num_classes, img_size=img_size, seed=seed, ema=ema)
+    spec, tree, _ = load_tree(source, model, num_classes, img_size, seed, ema, in_chans)
     return models.build(spec, trees.map_paths(lambda _, leaf: jnp.asarray(leaf, jnp.float32), tree))
 
 
@@ -221,6 +224,19 @@ def _target(file_spec, told, num_classes, asked):
         return specs.replace(file_spec, num_classes=classes)
     size = asked or (specs.pair(told["img_size"]) if told.get("img_size") else file_spec.img_size)
     return specs.replace(file_spec, num_classes=classes, img_size=size)
+
+
+def _with_channels(target, channels, notes):
+    """The spec for images of another number of channels; statistics that differ by channel are then unknown."""
+    if not channels or channels == getattr(target, "in_chans", channels):
+        return target
+    told = target.preprocessing
+    if told is not None:
+        mean, std = ({*values} for values in (told.mean, told.std))
+        same = len(mean) == len(std) == 1
+        told = dataclasses.replace(told, mean=(*mean,) * channels, std=(*std,) * channels) if same else None
+    notes.append(f"patch kernel adapted from {target.in_chans} to {channels} channels")
+    return specs.replace(target, in_chans=channels, preprocessing=told)
 
 
 def _is_head(seen, name, heads):

@@ -34,6 +34,28 @@ def resize_positions(table, prefix, old_grid, new_grid, antialias=True, offset=0
     return np.concatenate([table[:, :prefix], grid], axis=1)
 
 
+def adapt_channels(kernel, channels):
+    """The patch kernel for another number of image channels, as timm's `adapt_input_conv`.
+
+    One channel: the sum, which answers as the source does to a grey image. More: the source's channels again and again,
+    scaled so that the sum stays.
+
+    Args:
+        kernel: [patch height, patch width, c, d].
+        channels: of the images.
+    Returns: [patch height, patch width, channels, d] in the kernel's dtype.
+    """
+    old = kernel.shape[2]
+    if channels == old:
+        return kernel
+    wide = kernel.astype(np.float32)
+    if channels == 1:
+        result = wide.sum(2, keepdims=True)
+    else:
+        result = np.tile(wide, (1, 1, -(-channels // old), 1))[:, :, :channels] * (old / channels)
+    return result.astype(kernel.dtype)
+
+
 def cubic_matrix(old, new, antialias, offset=0.0):
     """[new, old] float64: each row holds the weights of one output point; rows sum to one."""
     matrix = np.zeros((new, old))
