@@ -109,6 +109,8 @@ def test_what_a_layout_cannot_hold_is_said(tmp_path):
     spec, tree, _ = inferred("gap_timm")
     with pytest.raises(UserError, match="no model of transformers has no class token"):
         export.save_hf(tree, spec, tmp_path / "a")
+    with pytest.raises(UserError, match="timm has no head that reads class token and mean"):
+        export.save_timm(*inferred("dinov2_hf")[1::-1], tmp_path / "a")
     spec, tree, _ = inferred("gpt2_hf")
     with pytest.raises(UserError, match="timm has no language models"):
         export.save_timm(tree, spec, tmp_path / "a")

@@ -114,7 +114,6 @@ def _joined(path, parts):
     return (
         (path + "/kernel", tuple(f"{part}.weight" for part in parts), JOINED_LINEAR),
         (path + "/bias", tuple(f"{part}.bias" for part in parts), JOINED_BIAS),
-        (path + "/bias", (f"{parts[0]}.bias", None, f"{parts[2]}.bias"), JOINED_BIAS),
     )
 
 
@@ -239,8 +238,8 @@ def _hf_dinov3_rules(gated):
         ("cls_token", "embeddings.cls_token"),
         ("reg_token", "embeddings.register_tokens"),
         # The keys have no bias: written so, and read with one too.
-        *_joined(_QKV, tuple(f"{layer}.{name}" for name in _HF_FIVE_NAMES))[::2],
-        *_joined(_QKV, tuple(f"{layer}.{name}" for name in _HF_FIVE_NAMES))[1:2],
+        (_QKV + "/bias", (f"{layer}.attention.q_proj.bias", None, f"{layer}.attention.v_proj.bias"), JOINED_BIAS),
+        *_joined(_QKV, tuple(f"{layer}.{name}" for name in _HF_FIVE_NAMES)),
         *_linear("blocks/{i}/attn/out", f"{layer}.attention.o_proj"),
         *_hf_dino_rows(layer),
         *(_linear(_MLP + "gate", f"{layer}.mlp.gate_proj") if gated else ()),

@@ -62,6 +62,8 @@ def timm_dialect(spec):
     """Whose names timm's class for this model has: VisionTransformer's or Eva's (DINOv3), packed gates or not."""
     if isinstance(spec, specs.GPT2Spec):
         raise UserError(f"{spec.name}: timm has no language models; export with --layout hf")
+    if spec.num_classes and spec.pool == "token+avg":
+        raise UserError(f"{spec.name}: timm has no head that reads class token and mean; export with num_classes=0")
     if spec.rope:
         return dialects.TIMM_EVA_GATED if spec.gated else dialects.TIMM_EVA
     return dialects.TIMM_GATED if spec.gated else dialects.TIMM

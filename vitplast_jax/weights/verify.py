@@ -128,8 +128,6 @@ def timm_model(spec):
     from timm.layers import LayerNorm, SwiGLUPacked
     from timm.models import deit, eva, vision_transformer
 
-    if spec.pool == "token+avg":
-        raise UserError(f"{spec.name}: timm has no head that reads class token and mean together")
     common = {
         "img_size": spec.img_size,
         "patch_size": spec.patch_size,
