@@ -203,6 +203,39 @@ def test_dinov2_under_five_names_is_one_tree(tmp_path):
         assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(tree), strict=True))
 
 
+def test_big_vision_pools_after_its_norm(tmp_path):
+    """No class token and encoder_norm: the mean is taken of normed patches, as in timm with fc_norm=False."""
+    _, tree, _ = inferred("gap_timm")
+    flat, names_of = trees.flatten(tree), {"pos_embed": "pos_embedding", "patch_embed": "embedding", "head": "head"}
+    names_of |= {"norm": "Transformer/encoder_norm"}
+    state = {}
+    for path, array in flat.items():
+        first, *rest = path.split("/")
+        if first != "blocks":
+            state["/".join(["params", names_of[first], *rest])] = array
+            continue
+        block = f"params/Transformer/encoderblock_{rest[0]}/"
+        attention = block + "MultiHeadDotProductAttention_0/"
+        match rest[1:]:
+            case ["attn", "qkv", leaf]:
+                for name, part in zip(("query", "key", "value"), np.split(array, 3, -1), strict=True):
+                    state[f"{attention}{name}/{leaf}"] = part.reshape(*part.shape[:-1], 2, 8)
+            case ["attn", "out", leaf]:
+                state[f"{attention}out/{leaf}"] = array.reshape(2, 8, 16) if leaf == "kernel" else array
+            case ["mlp", layer, leaf]:
+                state[f"{block}MlpBlock_0/Dense_{int(layer == 'fc2')}/{leaf}"] = array
+            case [norm, leaf]:
+                state[f"{block}LayerNorm_{int(norm == 'norm2')}/{leaf}"] = array
+    np.savez(tmp_path / "a.npz", **state)
+    seen = view.View(readers.read_tensors(tmp_path / "a.npz"), "a")
+    spec, _ = structure.infer(seen, {"gelu": "erf"}, "a")
+    assert seen.dialect.name == "big_vision" and (spec.pool, spec.fc_norm, spec.heads) == ("avg", False, 2)
+    _, same, _ = convert.load_tree(tmp_path / "a.npz", spec=spec)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(tree), strict=True))
+    with pytest.raises(UserError, match="its final norm acts on every token"):
+        convert.load_tree(tmp_path / "a.npz", spec=specs.replace(spec, fc_norm=True))
+
+
 def test_periods_that_the_file_holds_in_bfloat16(tmp_path):
     """Meta's files keep the rotary periods, rounded; transformers and timm compute them anew in float32."""
     state = hub_names(readers.read_tensors(goldens.DATA / "dinov3_timm.safetensors"))
@@ -397,7 +430,7 @@ def test_every_leaf_of_every_family_has_one_component_and_gates_are_fc1():
             components.counts(models.abstract_parameters(specs.spec(name)))
     params = models.abstract_parameters(specs.spec("dinov3_vits16plus"))
     hit = [path for path, on in trees.flatten(components.mask(params, ["fc1@0"])).items() if on]
-    assert hit == [f"blocks/0/mlp/{part}/{leaf}" for part in ("fc1", "gate") for leaf in ("bias", "kernel")]
+    assert sorted(hit) == [f"blocks/0/mlp/{part}/{leaf}" for part in ("fc1", "gate") for leaf in ("bias", "kernel")]
 
 
 def test_the_head_of_a_distilled_model_is_two(caplog):
