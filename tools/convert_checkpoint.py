@@ -17,7 +17,7 @@ from vitplast_jax.command import Flag, UsageError
 from vitplast_jax.errors import UserError
 
 SOURCE = Flag("source", "weights: a file, a folder or hf-hub:ID", value="FILE|DIR|hf-hub:ID", required=True)
-MODEL = Flag("model", "a timm name, where the weights do not say which model they are", value="NAME")
+MODEL = Flag("model", "a name of timm, transformers or a hub, where the weights do not say their model", value="NAME")
 EMA = Flag("ema", "take the averaged weights of a training checkpoint", default=False)
 
 

@@ -22,7 +22,7 @@ _RULES = tuple(
     (re.compile(pattern), component)
     for pattern, component in (
         (r"(blocks/(?P<block>\d+)/)?(.+/)?(slot|adapter|prompt)s?(_\w+)?/.+", "peft"),
-        (r"(patch_embed/.+|(cls|reg|dist)_token|pos_embed|norm_pre/.+)", "emb"),
+        (r"(patch_embed/.+|(cls|reg|dist)_token|pos_embed|wte|wpe|norm_pre/.+)", "emb"),
         (r"blocks/(?P<block>\d+)/norm1/.+", "ln1"),
         (r"blocks/(?P<block>\d+)/attn/.+", "mha"),
         (r"blocks/(?P<block>\d+)/ls1/.+", "ls1"),

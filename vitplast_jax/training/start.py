@@ -54,7 +54,7 @@ def load_start(config, class_names: Sequence[str]) -> Start:
     notes, flat = list(loaded.notes), trees.flatten(loaded.params)
     if not keeps_head:
         for path, leaf in trees.flatten(models.abstract_parameters(spec)).items():
-            if path.startswith("head/"):
+            if path.startswith(("head/", "head_dist/")):
                 flat[path] = vit.initial_value(path, leaf.shape, config.seed, spec)
         notes.append(f"new head for {num_classes} classes")
     return Start(_with_settings(spec, config), trees.unflatten(flat), loaded.identity, tuple(notes))
@@ -94,6 +94,8 @@ def _drawn(params: Mapping) -> dict[str, str]:
 
 def _with_settings(spec: models.ViTSpec, config) -> models.ViTSpec:
     """Regularisation and pixel statistics that the config sets."""
+    if isinstance(spec, models.GPT2Spec):
+        raise UserError(f"{spec.name} is a language model; training takes images: name a ViT")
     preprocessing = spec.preprocessing
     if config.data.mean:
         known = preprocessing or models.Preprocessing()
