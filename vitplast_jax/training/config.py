@@ -226,7 +226,9 @@ FIELDS: dict[str, Field] = {
     "weights": text("", "file, folder, hf-hub:ID or the name of a shipped model; empty: random start"),
     "image_size": image_size("size the model sees"),
     "num_classes": whole(0, 0, "0: as many as the data have"),
-    "data.name": text("", "digits, fashion_mnist, folder, npz or idx"),
+    "data.name": text(
+        "", "digits, folder, table, parquet, tar, npz, idx, fashion_mnist, tfds, or a benchmark: vtab/dtd"
+    ),
     "data.path": text("", "where the data lie"),
     "data.validation": number(0.2, "from 0, below 1", lambda x: 0 <= x < 1, "share of train held out to choose by"),
     "data.split_seed": whole(42, 0, "of that split", high=2**32 - 1),
@@ -247,6 +249,9 @@ FIELDS: dict[str, Field] = {
     ),
     "data.unreadable": choice("fail", ("fail", "skip"), "what a broken image file does"),
     "data.threads": whole(2, 1, "that decode image files"),
+    "data.cache_gb": number(
+        2.0, "from 0", lambda x: x >= 0, "decoded images of a split are kept in memory if they fit"
+    ),
     "batch_size": whole(512, 1, "images a step, over all devices"),
     "microbatch": text("", "images at once; auto: the most that fit", '"", "auto" or a number', r"|auto|[1-9]\d*"),
     "accumulation": whole(1, 1, "parts in which a batch is computed; the gradient is the mean over the batch"),

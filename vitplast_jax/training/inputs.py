@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vitplast_jax import models, sharding
-from vitplast_jax.data import decode, pipeline, preprocess, sources
+from vitplast_jax.data import decode, memory, pipeline, preprocess, sources
 from vitplast_jax.errors import UserError
 
 
@@ -25,7 +25,7 @@ def load_data(config) -> dict[str, Any]:
 def load_split(config, split: str):
     """One split of the config's data, or None where there is none."""
     if not config.data.name:
-        raise UserError("config.data.name is empty: name the data (digits, fashion_mnist, folder, npz, idx)")
+        raise UserError("config.data.name is empty: name the data (digits, folder, npz, vtab/dtd, ...)")
     source = sources.load(
         config.data.name,
         config.data.path or None,
@@ -33,7 +33,8 @@ def load_split(config, split: str):
         validation=config.data.validation,
         split_seed=config.data.split_seed,
     )
-    return decode.check(source, config.data.unreadable, config.data.threads)
+    source = decode.check(source, config.data.unreadable, config.data.threads)
+    return memory.keep(source, config.data.cache_gb * 1e9)
 
 
 def with_labels_of(source, class_names: Sequence[str]):

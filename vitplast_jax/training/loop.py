@@ -166,7 +166,8 @@ def train_and_evaluate(
                     elapsed = time.monotonic() - mark
                     rate = (step - logged) * config.batch_size / elapsed
                     log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
-                    bar.set_postfix(loss=f"{line['loss']:.3f}", images_s=f"{rate:.0f}", refresh=False)
+                    shown = {"images_s": f"{rate:.0f}", "data_wait": f"{waited / elapsed:.0%}"}
+                    bar.set_postfix(loss=f"{line['loss']:.3f}", **shown, refresh=False)
                     mark, waited, logged = time.monotonic(), 0.0, step
 
                 paused = time.monotonic()
@@ -194,7 +195,7 @@ def train_and_evaluate(
             "best_step": record["best_step"],
             "trainable": trains,
             "parameters": counted,
-            "protocol": describe_protocol(config, spec, results["validation"] is not None),
+            "protocol": describe_protocol(config, spec, train, results["validation"] is not None),
             "data_fingerprint": facts["data_fingerprint"],
             "unreadable": {split: len(source.skipped) for split, source in data.items() if source is not None},
             "seconds": round(earlier + time.monotonic() - began, 2),
@@ -287,12 +288,13 @@ def what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping) -> str:
     )
 
 
-def describe_protocol(config, spec: models.ViTSpec, validated: bool) -> dict[str, Any]:
+def describe_protocol(config, spec: models.ViTSpec, train, validated: bool) -> dict[str, Any]:
     """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
     pixels = models.specs.to_dict(spec)["preprocessing"]
     augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
     return {
         "data": config.data.name,
+        **({"benchmark": dict(train.task)} if train.task else {}),
         "validation": config.data.validation,
         "split_seed": config.data.split_seed,
         "image_size": list(spec.img_size),

@@ -30,7 +30,7 @@ from vitplast_jax.training.start import base_parameters
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
     *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
-    *("data.path", "data.threads", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
+    *("data.path", "data.threads", "data.cache_gb", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
 )
 RUN_FILES = (
     *("results.json", "evaluation.json", "confusion.csv", "confusion.png", "curves.png"),
