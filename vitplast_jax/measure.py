@@ -30,8 +30,12 @@ def main(flags):
 def measure_config(config) -> dict:
     """The plasticity of the weights that a config starts from."""
     from vitplast_jax import models
+    from vitplast_jax.training import config as settings
     from vitplast_jax.training.start import load_start
 
+    if config.peft.method:  # its start is that of the base weights
+        described = config.to_dict()
+        config = settings.validate({**described, "trainable": ("all",), "peft": {}})
     downstream = _downstream(config)
     start = load_start(config, downstream.class_names)
     return _measure(models.build(start.spec, start.params), config, downstream)
@@ -39,6 +43,7 @@ def measure_config(config) -> dict:
 
 def measure_run(folder, overrides=()) -> dict:
     """The plasticity of a run's best checkpoint, with the data of its config; ``overrides`` may set ``measure.*``."""
+    from vitplast_jax import peft
     from vitplast_jax.training import config as settings
     from vitplast_jax.training.run import load_run
 
@@ -50,7 +55,8 @@ def measure_run(folder, overrides=()) -> dict:
             raise command.UsageError(f"--config.{key}: with --run only config.measure.* may be set")
         config["measure"] = {**config["measure"], name: settings.read(key, value)}
     config = settings.validate(config)
-    return _measure(run.model, config, _downstream(config))
+    # The bounds are those of plain kernels, so what can be merged is.
+    return _measure(peft.merge(run.model), config, _downstream(config))
 
 
 def save(result: dict, workdir) -> None:

@@ -3,9 +3,9 @@
 In and out: token tensors [b, n, d]. The compute dtype is the dtype of the tokens: parameters are cast to it where they
 are used, while LayerNorm and the softmax work in float32. Each layer can be called alone.
 
-A slot is empty (None) or a module with ``__call__(x, kernel, bias) -> y`` and ``merged(kernel, bias) ->
-(kernel, bias)``;
-parameter-efficient methods sit there, and the paths of the base parameters stay as they are.
+A slot is empty (None) or a module with ``__call__(x, kernel, bias, keys=None) -> y`` (keys, one an example, where
+something is drawn) and ``merged(kernel, bias) -> (kernel, bias)``; parameter-efficient methods sit there, and the paths
+of the base parameters stay as they are.
 """
 
 import jax
@@ -26,11 +26,11 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((d_out,))) if use_bias else nnx.data(None)
         self.slot = nnx.data(None)
 
-    def __call__(self, x):
+    def __call__(self, x, keys=None):
         kernel = self.kernel[...].astype(x.dtype)
         bias = None if self.bias is None else self.bias[...].astype(x.dtype)
         if self.slot is not None:
-            return self.slot(x, kernel, bias)
+            return self.slot(x, kernel, bias) if keys is None else self.slot(x, kernel, bias, keys)
         y = x @ kernel
         return y if bias is None else y + bias
 
@@ -72,13 +72,13 @@ class Attention(nnx.Module):
         self.qkv = Linear(d, 3 * d, qkv_bias)
         self.out = Linear(d, d)
 
-    def __call__(self, x):
-        q, k, v = rearrange(self.qkv(x), "... n (three h k) -> three ... n h k", three=3, h=self.heads)
+    def __call__(self, x, keys=None):
+        q, k, v = rearrange(self.qkv(x, keys), "... n (three h k) -> three ... n h k", three=3, h=self.heads)
         scale = q.shape[-1] ** -0.5
         scores = jnp.einsum("...nhk,...mhk->...hnm", q * scale, k, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
-        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))
+        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
 
 
 class Mlp(nnx.Module):
@@ -108,19 +108,26 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(d, eps)
         self.mlp = Mlp(d, hidden, gelu)
         self.ls2 = nnx.data(None) if layer_scale is None else LayerScale(d, layer_scale)
+        self.prompt, self.adapter_mha, self.adapter_ffn = nnx.data(None), nnx.data(None), nnx.data(None)  # slots
         self.drop, self.drop_path = drop, drop_path
         self.first_place = FIRST_PLACE + _PLACES_PER_BLOCK * (1 + index)
 
     def __call__(self, x, keys=None, intermediates: bool = False):
         """Returns y, or (y, out) with every component's output; ``keys`` [b] switch dropout and drop-path on."""
+        if self.prompt is not None:
+            x = self.prompt(x, keys)
         norm1 = self.norm1(x)
-        mha = self.attn(norm1)
+        adapter = self.adapter_mha
+        mha = self.attn(norm1 if adapter is None else adapter.before(norm1, keys), keys)
+        mha = mha if adapter is None else adapter.after(norm1, mha, keys)
         branch = mha if self.ls1 is None else self.ls1(mha)
         mid = x + self._dropped_path(self._dropped(branch, keys, 0), keys, 1)
         norm2 = self.norm2(mid)
-        fc1 = self.mlp.fc1(norm2)
+        adapter = self.adapter_ffn
+        fc1 = self.mlp.fc1(norm2 if adapter is None else adapter.before(norm2, keys), keys)
         act = self._dropped(self.mlp.activate(fc1), keys, 2)
-        fc2 = self.mlp.fc2(act)
+        fc2 = self.mlp.fc2(act, keys)
+        fc2 = fc2 if adapter is None else adapter.after(norm2, fc2, keys)
         branch = fc2 if self.ls2 is None else self.ls2(fc2)
         y = mid + self._dropped_path(self._dropped(branch, keys, 3), keys, 4)
         if not intermediates:

@@ -40,6 +40,7 @@ class ViT(nnx.Module):
     def __init__(self, spec: ViTSpec):
         d = spec.width
         self.spec = spec
+        self.slots = self.origin = None  # what peft/attach.py put into the slots, and what it was made from
         self.patch_embed = PatchEmbed(spec)
         self.cls_token = nnx.Param(jnp.zeros((1, 1, d))) if spec.class_token else nnx.data(None)
         self.reg_token = nnx.Param(jnp.zeros((1, spec.registers, d))) if spec.registers else nnx.data(None)
@@ -107,7 +108,8 @@ class ViT(nnx.Module):
                 x = block(x, keys)
         if self.spec.pool == "avg":
             # The patches alone are averaged, before the final norm (timm's fc_norm).
-            pooled = out["norm"] = self.norm(x[:, self.spec.prefix :].mean(1))
+            prompts = sum(block.prompt.inserted for block in self.blocks if block.prompt is not None)
+            pooled = out["norm"] = self.norm(x[:, self.spec.prefix + prompts :].mean(1))
         elif intermediates:
             out["norm"] = self.norm(x)
             pooled = out["norm"][:, 0]

@@ -2,22 +2,26 @@
 
 In: a model. Out: a new model with LoRA, adapters, prompts or one of their relatives attached; merged again; adapter
 files of kilobytes.
+
+The functions `attach` and `merge` hide the modules of the same names: import what else is in those from them.
 """
 
-import importlib
+from vitplast_jax.peft.ao import ao_expand, ao_matrix, ao_project
+from vitplast_jax.peft.attach import attach
+from vitplast_jax.peft.hf import save_hf_peft
+from vitplast_jax.peft.merge import merge, unmerge
+from vitplast_jax.peft.saving import load, save
+from vitplast_jax.peft.settings import Settings
 
-_FUNCTIONS = {  # public name -> the module that defines it
-    "ao_matrix": "ao",
-    "ao_project": "ao",
-    "ao_expand": "ao",
-}
-
-
-def __getattr__(name):
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__():
-    return sorted({*globals(), *_FUNCTIONS})
+__all__ = [
+    "Settings",
+    "ao_expand",
+    "ao_matrix",
+    "ao_project",
+    "attach",
+    "load",
+    "merge",
+    "save",
+    "save_hf_peft",
+    "unmerge",
+]

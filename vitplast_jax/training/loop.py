@@ -75,7 +75,9 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
     start = dataclasses.replace(start, params={})  # only the two parts are needed from here on
 
     # Shardings: arrays go straight to where they live.
-    frozen = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(config.frozen_dtype), copy=False), frozen)
+    frozen = trees.map_paths(
+        lambda path, leaf: np.asarray(leaf).astype(jnp.dtype(run.kept_dtype(config, path)), copy=False), frozen
+    )
     frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
     trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
     trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
@@ -96,7 +98,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
 
     def compile_step(parts):
         step = make_train_step(
-            models.structure(spec),
+            models.structure(spec, start.slots),
             optimizer,
             schedule,
             prepare,
