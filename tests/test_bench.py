@@ -75,3 +75,21 @@ def test_the_gpu_suite_runs_with_few_packages(tmp_path):
 def test_tpu_static_without_its_compiler_is_one_line(capsys):
     assert call("--suite", "tpu-static") == 1
     assert "pip install libtpu" in capsys.readouterr().err
+
+
+def test_the_peft_suite_counts_as_the_paper(tmp_path):
+    path = tmp_path / "bench.json"
+    assert call("--suite", "peft", "--model", "vit_base_patch16_224", "--repeats", "0", "--json", str(path)) == 0
+    rows = {row["method"]: row["parameters"] for row in json.loads(path.read_text())["rows"]}
+    assert rows["LoRA+AOFT, q and v"] == rows["Adapter+AOFT, formula"] == 36_864
+    assert rows["Adapter+AOFT, count-single"] == rows["Adapter+AOFT, count-tied"] == 18_432
+    assert (rows["VPT-Deep+AOFT"], rows["LoRA, q and v"], rows["Adapter at FFN"]) == (9_216, 294_912, 156_768)
+
+
+@pytest.mark.slow
+def test_the_peft_suite_times_and_counts_the_same_steps(tmp_path):
+    path = tmp_path / "bench.json"
+    small = ("--model", "vit_tiny_patch16_224", "--batch", "1", "--repeats", "1")
+    assert call("--suite", "peft", *small, "--json", str(path)) == 0
+    steps = {row["method"]: row for row in json.loads(path.read_text())["rows"] if "step_s" in row}
+    assert steps["lora"]["flops"] > steps["aoft-lora"]["flops"] > steps["qkv biases"]["flops"] > 0

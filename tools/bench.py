@@ -19,6 +19,9 @@ Suites:
   plasticity-spread
               how much the estimate varies over 20 draws of --batch + --batch images of the quickstart's two data sets,
               for matched and for all pairs, which take the same forward passes.
+  peft        parameters of each method without the head (the table of the AOFT paper) and, in turn, steps of AOFT-LoRA,
+              LoRA (both q and v, rank 8), ln1 and the qkv biases alone: medians in seconds, compiled FLOPs; ratio_lora
+              and ratio_ln1 = this / that step. --repeats=0 counts alone.
 """
 
 import importlib
@@ -52,6 +55,7 @@ SUITES = {
         "trainable gelu flops argument_bytes temp_bytes estimated_cycles mfu compile_s",
     ),
     "plasticity": ("plasticity.plasticity", "ours_s ours_matched_s extra_pairs peer_s ratio largest_difference"),
+    "peft": ("peft.peft", "method parameters step_s flops ratio_lora ratio_ln1"),
     "plasticity-spread": ("plasticity.plasticity_spread", "component mean matched all ratio"),
 }
 

@@ -131,17 +131,27 @@ def measured_pairs(flags, batch: int, dtype: str, optimise):
 
 
 def our_step(model: str, batch: int, name: str, dtype: str):
-    """A call that runs one step of ours to its end; trained weights stay float32, frozen ones have ``dtype``."""
+    """A call that runs one step of ours to its end."""
+    from vitplast_jax import components, models
+
+    built = models.create_model(model, num_classes=10)
+    selectors = ["all"] if name == "all" else [name, "head", "final_norm"]
+    return step_of(built, components.mask(models.parameters(built), selectors), batch, dtype)[0]
+
+
+def step_of(built, mask, batch: int, dtype: str):
+    """(A call that runs one step of a model to its end, the FLOPs of the compiled step.)
+
+    What ``mask`` says trains and stays float32; frozen weights have ``dtype``.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from vitplast_jax import components, models
-    from vitplast_jax.training import optim, step
+    from vitplast_jax import models
+    from vitplast_jax.training import cost, optim, step
 
-    built = models.create_model(model, num_classes=10)
-    selectors = ["all"] if name == "all" else [name, "head", "final_norm"]
-    static, trainable, frozen = models.split(built, components.mask(models.parameters(built), selectors))
+    static, trainable, frozen = models.split(built, mask)
     # Not a checked config, whose module needs packages that the suite gpu does without.
     config = types.SimpleNamespace(
         **{"optimizer": "sgd", "learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "clip_norm": CLIP},
@@ -158,12 +168,13 @@ def our_step(model: str, batch: int, name: str, dtype: str):
     data = {"image": jnp.asarray(images, dtype), "label": jnp.arange(batch) % 10}
     trainable = jax.tree.map(jnp.copy, trainable)  # donated: it must not be the model's own
     state = [step.TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))]
+    compiled = train_step.lower(state[0], frozen, data).compile()
 
     def run():
-        state[0], metrics = train_step(state[0], frozen, data)
+        state[0], metrics = compiled(state[0], frozen, data)
         jax.block_until_ready((state[0], metrics))
 
-    return run
+    return run, cost.analyse(compiled).flops
 
 
 def timm_step(model: str, batch: int, name: str, dtype: str, optimise):

@@ -39,28 +39,38 @@ _CLASSES = {ViTSpec: vit.ViT, GPT2Spec: gpt2.GPT2}
 
 
 @functools.lru_cache(maxsize=16)
-def _abstract(spec: Spec):
-    graph, state = nnx.split(nnx.eval_shape(lambda: _CLASSES[type(spec)](spec)))
+def _abstract(spec: Spec, slots=None):
+    def make():
+        model = _CLASSES[type(spec)](spec)
+        if slots is not None:
+            slots.fill(model)
+        return model
+
+    graph, state = nnx.split(nnx.eval_shape(make))
     return graph, nnx.to_pure_dict(state)
 
 
-def structure(spec: Spec):
-    """The static part of a model: hashable, holds no arrays."""
-    return _abstract(spec)[0]
+def structure(spec: Spec, slots=None):
+    """The static part of a model: hashable, holds no arrays. ``slots``: as of :func:`build`."""
+    return _abstract(spec, slots)[0]
 
 
-def abstract_parameters(spec: Spec) -> trees.Tree:
-    """The tree of parameters as ``jax.ShapeDtypeStruct``; takes no memory."""
-    return trees.map_paths(lambda _, leaf: leaf, _abstract(spec)[1])
+def abstract_parameters(spec: Spec, slots=None) -> trees.Tree:
+    """The tree of parameters as ``jax.ShapeDtypeStruct``; takes no memory. ``slots``: as of :func:`build`."""
+    return trees.map_paths(lambda _, leaf: leaf, _abstract(spec, slots)[1])
 
 
-def build(spec: Spec, params: Mapping) -> ViT | GPT2:
+def build(spec: Spec, params: Mapping, slots=None) -> ViT | GPT2:
     """A model of this structure with these parameters.
 
+    Args:
+      spec: structure of the base model.
+      params: all parameters, those in the slots too.
+      slots: None, or hashable settings (``peft.Settings``) whose ``fill(model)`` fills a model's slots.
     Raises:
       UserError: paths or shapes differ from the structure's; up to five are listed.
     """
-    expected, given = trees.flatten(_abstract(spec)[1]), trees.flatten(params)
+    expected, given = trees.flatten(_abstract(spec, slots)[1]), trees.flatten(params)
     problems = [f"{path} is missing" for path in expected if path not in given]
     problems += [f"{path} is not in the model" for path in given if path not in expected]
     problems += [
@@ -71,7 +81,7 @@ def build(spec: Spec, params: Mapping) -> ViT | GPT2:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"parameters do not fit {spec.name}: " + "; ".join(problems[:5]) + more)
-    return nnx.merge(structure(spec), params)
+    return nnx.merge(structure(spec, slots), params)
 
 
 def create_model(name: str | Spec, num_classes=None, img_size=None, seed: int = 0, **overrides) -> ViT | GPT2:

@@ -3,9 +3,9 @@
 In and out: token tensors [b, n, d]. The compute dtype is the dtype of the tokens: parameters are cast to it where they
 are used, while LayerNorm and the softmax work in float32. Each layer can be called alone.
 
-A slot is empty (None) or a module with ``__call__(x, kernel, bias) -> y`` and ``merged(kernel, bias) ->
-(kernel, bias)``;
-parameter-efficient methods sit there, and the paths of the base parameters stay as they are.
+A slot is empty (None) or a module with ``__call__(x, kernel, bias, keys=None) -> y`` (keys, one an example, where
+something is drawn) and ``merged(kernel, bias) -> (kernel, bias)``; parameter-efficient methods sit there, and the paths
+of the base parameters stay as they are.
 """
 
 import functools
@@ -82,10 +82,11 @@ class Linear(nnx.Module):
             return bias
         return jnp.where(np.repeat(self.bias_mask, len(bias) // len(self.bias_mask)), bias, jnp.zeros((), bias.dtype))
 
-    def __call__(self, x):
+    def __call__(self, x, keys=None):
         kernel, bias = self.kernel[...], self.used_bias()
         if self.slot is not None:
-            return self.slot(x, kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype))
+            kernel, bias = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
+            return self.slot(x, kernel, bias) if keys is None else self.slot(x, kernel, bias, keys)
         return product(x, kernel, bias)
 
 
@@ -142,10 +143,10 @@ class Attention(nnx.Module):
         self.qkv = Linear(d, 3 * d, qkv_bias, None if key_bias else (1, 0, 1))
         self.out = Linear(d, d)
 
-    def project(self, x):
+    def project(self, x, keys=None):
         """Queries, keys and values of tokens [..., n, d]: three of [..., n, h, k]."""
         if self.qkv.slot is not None:
-            parts = jnp.split(self.qkv(x), 3, axis=-1)
+            parts = jnp.split(self.qkv(x, keys), 3, axis=-1)
         else:
             # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
             kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
@@ -153,8 +154,8 @@ class Attention(nnx.Module):
             parts = [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
         return [rearrange(part, "... n (h k) -> ... n h k", h=self.heads) for part in parts]
 
-    def __call__(self, x):
-        q, k, v = self.project(x)
+    def __call__(self, x, keys=None):
+        q, k, v = self.project(x, keys)
         if self.rope is not None:
             q, k = (turn_patches(part, *rope_table(self.rope, self.grid, part.shape[-1])) for part in (q, k))
         # Products accumulate in float32; scores are kept in the dtype of computation, which halves what moves, and the
@@ -164,7 +165,7 @@ class Attention(nnx.Module):
             scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
-        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))
+        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
 
 
 @functools.lru_cache(maxsize=8)
@@ -238,19 +239,27 @@ class Block(nnx.Module):
         self.norm2 = LayerNorm(d, eps)
         self.mlp = Mlp(d, hidden, gelu, gated)
         self.ls2 = nnx.data(None) if layer_scale is None else LayerScale(d, layer_scale)
+        self.prompt, self.adapter_mha, self.adapter_ffn = nnx.data(None), nnx.data(None), nnx.data(None)  # slots
         self.drop, self.drop_path = drop, drop_path
         self.first_place = FIRST_PLACE + _PLACES_PER_BLOCK * (1 + index)
 
     def __call__(self, x, keys=None, intermediates: bool = False):
         """Returns y, or (y, out) with every component's output; ``keys`` [b] switch dropout and drop-path on."""
+        if self.prompt is not None:
+            x = self.prompt(x, keys)
         norm1 = self.norm1(x)
-        mha = self.attn(norm1)
+        adapter = self.adapter_mha
+        mha = self.attn(norm1 if adapter is None else adapter.before(norm1, keys), keys)
+        mha = mha if adapter is None else adapter.after(norm1, mha, keys)
         branch = mha if self.ls1 is None else self.ls1(mha)
         mid = x + self._dropped_path(self._dropped(branch, keys, 0), keys, 1)
         norm2 = self.norm2(mid)
-        fc1 = self.mlp.fc1(norm2)
-        act = self._dropped(self.mlp.activate(fc1, norm2), keys, 2)
-        fc2 = self.mlp.fc2(act)
+        adapter = self.adapter_ffn
+        received = norm2 if adapter is None else adapter.before(norm2, keys)
+        fc1 = self.mlp.fc1(received, keys)
+        act = self._dropped(self.mlp.activate(fc1, received), keys, 2)
+        fc2 = self.mlp.fc2(act, keys)
+        fc2 = fc2 if adapter is None else adapter.after(norm2, fc2, keys)
         branch = fc2 if self.ls2 is None else self.ls2(fc2)
         y = mid + self._dropped_path(self._dropped(branch, keys, 3), keys, 4)
         if not intermediates:

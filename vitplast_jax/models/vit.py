@@ -41,6 +41,7 @@ class ViT(nnx.Module):
     def __init__(self, spec: ViTSpec):
         d = spec.width
         self.spec = spec
+        self.slots = self.origin = None  # what peft/attach.py put into the slots, and what it was made from
         self.patch_embed = PatchEmbed(spec)
         self.cls_token = nnx.Param(jnp.zeros((1, 1, d))) if spec.class_token else nnx.data(None)
         self.dist_token = nnx.Param(jnp.zeros((1, 1, d))) if spec.distilled else nnx.data(None)

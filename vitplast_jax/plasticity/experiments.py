@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from vitplast_jax import models, sharding, trees
+from vitplast_jax import models, peft, sharding, trees
 from vitplast_jax.data import decode, sources
 from vitplast_jax.errors import UserError
 from vitplast_jax.plasticity import rates, select, stream
@@ -22,7 +22,7 @@ from vitplast_jax.plasticity.protocol import measure
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import inputs
 from vitplast_jax.training.run import load_run, read_description
-from vitplast_jax.training.start import base_parameters, load_start
+from vitplast_jax.training.start import base_parameters, load_start, slots_of
 
 AUTO = ("auto",)
 
@@ -34,6 +34,7 @@ def measure_config(config, folder=None) -> dict:
       config: a checked config.
       folder: where the state of the measurement is kept, so that it can go on after a kill; None: nowhere.
     """
+    config = _without_adapter(config)
     downstream = _downstream(config, config.measure.split)
     start = load_start(config, downstream.class_names)
     result = _measure(models.build(start.spec, start.params), config, downstream, folder)
@@ -62,14 +63,17 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
     base = base_parameters(config, run.spec, run.class_names, run.description["base_weights"])
     folder, kept = Path(folder), config.measure.ratios
     with_ratios = settings.validate({**config.to_dict(), "measure.ratios": True})
-    before = _measure(models.build(run.spec, base), with_ratios, downstream, folder / "before")
-    after = _measure(run.model, with_ratios, downstream, folder)
+    # The bounds are those of plain kernels, so what can be merged is.
+    start = peft.merge(models.build(run.spec, base, slots_of(config)))
+    trained = peft.merge(run.model)
+    before = _measure(start, with_ratios, downstream, folder / "before")
+    after = _measure(trained, with_ratios, downstream, folder)
     difference = _difference(before, after, folder)
     if not kept:
         for place in (folder, folder / "before"):
             (place / stream.RATIOS).unlink()
         (folder / "before").rmdir()
-    costs = Costs(config, run.spec, models.parameters(run.model))
+    costs = Costs(_without_adapter(config), run.spec, models.parameters(trained))
     after |= select.choose(after, costs, config.budget.params, config.budget.flops)
     short = {"rows": before["rows"], "components": before["components"]}
     return after | {"run": os.fspath(run_folder), "step": run.best_step, "before": short, "difference": difference}
@@ -104,6 +108,13 @@ def resolve_auto(config, workdir, overwrite: bool):
             )
     values = config.to_dict() | {"trainable": tuple(chosen["trainable"])}
     return settings.validate(values), chosen, result
+
+
+def _without_adapter(config):
+    """The config of the base weights alone: an adapter starts from what they give."""
+    if not config.peft.method:
+        return config
+    return settings.validate({**config.to_dict(), "trainable": ("all",), "peft": {}})
 
 
 def _measure(model, config, downstream, folder) -> dict:

@@ -428,3 +428,25 @@ def plot_confusion(matrix, class_names: Sequence[str], png: str | os.PathLike, t
         figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the true class")
 
     _draw(png, (side + 0.8, side), fill, **{"text.parse_math": False})
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def plot_angles(angles: Mapping[str, np.ndarray], png: str | os.PathLike, title: str = "") -> None:
+    """Draws how angles (degrees) between rows or columns of matrices are spread, one line for each name."""
+    styles = [(_BLUE, "-"), (_RED, "--"), (_GREEN, "-."), (_PURPLE, ":"), (_ORANGE, (0, (5, 1))), (_SKY, (0, (1, 1)))]
+
+    def fill(figure):
+        axes = figure.subplots()
+        edges = np.linspace(0, 180, 91)
+        for index, (name, values) in enumerate(angles.items()):
+            color, line = styles[index % len(styles)]
+            density, _ = np.histogram(values, edges, density=True) if len(values) else (np.zeros(90), edges)
+            axes.plot((edges[1:] + edges[:-1]) / 2, density, color=color, linestyle=line, label=name)
+        axes.axvline(90, color=_GREY, linewidth=1)
+        axes.set(xlabel="angle (degrees)", ylabel="density", title=title, xlim=(0, 180))
+        axes.set_xticks(range(0, 181, 30))
+        axes.legend()
+
+    _draw(png, (6.4, 4.0), fill)

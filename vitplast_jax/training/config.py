@@ -216,9 +216,31 @@ def split_axis(text: str) -> tuple[str, list[str]]:
     return match["key"], [given.strip() for given in match["values"].split("|")]
 
 
+def targets(meaning: str) -> Field:
+    def read(value: Any) -> tuple[str, ...]:
+        result = _items(value)
+        if not all(isinstance(s, str) and _SELECTOR.fullmatch(s) for s in result):
+            raise ValueError
+        return result
+
+    return Field((), read, "targets such as q,v@0-5 or mha,ffn", meaning)
+
+
+def ranks(meaning: str) -> Field:
+    def read(value: Any) -> tuple[int, ...]:
+        result = tuple(_whole(item) for item in _items(value))
+        if any(rank < 0 for rank in result):
+            raise ValueError
+        return result
+
+    return Field((), read, "whole numbers from 0, one for each block, or ()", meaning)
+
+
 def _crop(low: float, high: float) -> bool:
     return 0 < low <= high
 
+
+PEFT_METHODS = ("", "lora", "adapter", "vpt-shallow", "vpt-deep", "oft", "boft", "hra", "hta", "ssf")
 
 FIELDS: dict[str, Field] = {
     "seed": whole(0, 0, "of the head, the data order and every random draw", high=2**32 - 1),
@@ -267,13 +289,30 @@ FIELDS: dict[str, Field] = {
     "checkpoint_every": whole(500, 1, "steps between checkpoints"),
     "log_every": whole(20, 1, "steps between lines of metrics.jsonl"),
     "eval_batch_size": whole(512, 1, "images at once in evaluation"),
-    "trainable": selectors(("all",), "what trains; auto: what measure recommends under the budget"),
+    "trainable": selectors(
+        ("all",), "what trains; all: with peft.method the adapter alone; auto: what measure recommends under the budget"
+    ),
     "also_trainable": selectors(("head", "final_norm"), "what trains besides", empty=True),
     "learning_rate_factors": factors("of the learning rate, by selector"),
     "weight_decay_factors": factors("of the weight decay, by selector"),
     "layer_decay": number(1.0, "above 0, up to 1", lambda x: 0 < x <= 1, "rate of a block over that of the next"),
     "drop_path": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, "of the last block; linear over depth"),
     "dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, ""),
+    "peft.method": choice("", PEFT_METHODS, "what is attached and trained; empty: nothing"),
+    "peft.rank": whole(8, 1, "of LoRA; width of an adapter; number of prompts; block size of OFT; reflections of HRA"),
+    "peft.ranks": ranks("of each block, where they differ; 0 leaves a block out"),
+    "peft.targets": targets("where; (): the method's own (lora q,v; adapter ffn; oft, boft, hra qkv)"),
+    "peft.projection": choice("free", ("free", "ao"), "ao: each matrix is made from one vector (AOFT)"),
+    "peft.scales": switch(False, "AOFT*'s lambda"),
+    "peft.start": choice("zero", ("zero", "plain", "scale"), "of ao: changes nothing; the formula; a tenth of it"),
+    "peft.normalize": switch(False, "AO vectors are divided by their norm"),
+    "peft.preset": choice("", ("", "formula", "count-single", "count-tied"), "a row of the AOFT paper"),
+    "peft.alpha": number(0.0, "from 0", lambda x: x >= 0, "LoRA's delta is times alpha / rank; 0: the rank"),
+    "peft.dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, "of what an adapter sees"),
+    "peft.position": choice("after", ("after", "before", "parallel"), "of an adapter, to its sublayer"),
+    "peft.tied": switch(False, "an adapter's up projection is its down projection transposed"),
+    "peft.bias": switch(True, "an adapter's projections have biases"),
+    "peft.activation": choice("gelu", ("gelu", "none"), "of an adapter"),
     "compute_dtype": choice("float32", ("float32", "bfloat16"), "of products; norms, softmax and loss stay float32"),
     "frozen_dtype": choice("float32", ("float32", "bfloat16"), "in which frozen weights are kept"),
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
@@ -383,6 +422,9 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
         found.append(f"config.warmup_steps is {v['warmup_steps']}, more than config.steps {v['steps']}")
     if v["profile"] and v["profile"][1] > v["steps"]:
         found.append(f"config.profile ends at step {v['profile'][1]}, after config.steps {v['steps']}")
+    if not v["peft.method"]:
+        lone = [key for key in FIELDS if key.startswith("peft.") and v[key] != FIELDS[key].default]
+        found += [f"config.{key} changes nothing without config.peft.method" for key in lone]
     if bool(v["data.mean"]) != bool(v["data.std"]):
         found.append("config.data.mean and config.data.std are given together or not at all")
     return found
@@ -403,6 +445,9 @@ def validate(config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
     problems = problems or _conflicts(values)
     if problems:
         raise UserError("; ".join(problems))
+    if values["peft.method"] and not any(selector.startswith("peft") for selector in values["trainable"]):
+        beside = () if values["trainable"] == FIELDS["trainable"].default else values["trainable"]
+        values["trainable"] = ("peft", *beside)
     return _nested(values)
 
 

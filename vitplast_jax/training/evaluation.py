@@ -18,6 +18,7 @@ from vitplast_jax.data import decode, pipeline
 from vitplast_jax.errors import UserError
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import cost, inputs, metrics, run
+from vitplast_jax.training.start import slots_of
 from vitplast_jax.training.step import make_evaluation_step
 
 MOST_IMAGES_AT_ONCE = 64
@@ -36,7 +37,7 @@ class Evaluator:
         self._steps = {}
         for ragged in (True, False):  # whether the host has resized
             prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
-            step = make_evaluation_step(models.structure(spec), prepare)
+            step = make_evaluation_step(models.structure(spec, slots_of(config)), prepare)
             self._steps[ragged] = jax.jit(step, out_shardings=sharding.replicated(mesh))
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self.evaluation = None
@@ -149,7 +150,7 @@ def predict_images(workdir, path, threads: int = 2) -> tuple[list[dict[str, Any]
     files = decode.find_images(path)
     spec, names = finished.spec, finished.class_names
     prepare = inputs.make_evaluation_preparation(spec, finished.config.compute_dtype, ragged=True)
-    static, params = models.structure(spec), models.parameters(finished.model)
+    static, params = models.structure(spec, slots_of(finished.config)), models.parameters(finished.model)
     classify = jax.jit(lambda params, images: jax.nn.softmax(models.apply(static, params, {}, prepare(images))))
     batch_size = min(finished.config.eval_batch_size, len(files), MOST_IMAGES_AT_ONCE)
 

@@ -95,7 +95,9 @@ def train_and_evaluate(
     start = dataclasses.replace(start, params={})  # only the two parts are needed from here on
 
     # Shardings: arrays go straight to where they live.
-    frozen = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(config.frozen_dtype), copy=False), frozen)
+    frozen = trees.map_paths(
+        lambda path, leaf: np.asarray(leaf).astype(jnp.dtype(run.kept_dtype(config, path)), copy=False), frozen
+    )
     frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
     trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
     trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
@@ -114,7 +116,7 @@ def train_and_evaluate(
     batch_shapes = {**inputs.example_batch(config.batch_size, train, spec.img_size, mesh), "run": target_of(run_values)}
 
     def compile_step(parts):
-        static = models.structure(spec)
+        static = models.structure(spec, start.slots)
         return program.lower_step(
             config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts
         ).compile()

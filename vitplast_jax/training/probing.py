@@ -22,7 +22,7 @@ from tqdm import tqdm
 from vitplast_jax import models, sharding
 from vitplast_jax.data import pipeline, sources
 from vitplast_jax.training import inputs, metrics
-from vitplast_jax.training.start import load_start
+from vitplast_jax.training.start import load_start, slots_of
 
 # component -> its output among a block's activations, before that is added to the residual stream, which "block" is
 ACTIVATIONS = {"ln1": "norm1", "mha": "mha", "ln2": "norm2", "fc1": "fc1", "fc2": "fc2", "block": "output"}
@@ -144,8 +144,9 @@ def _groups(spec, places: Sequence[Place], images: int) -> list[list[Place]]:
 def _extract(config, spec, mesh, params, present: Mapping, places) -> tuple[dict[str, list[np.ndarray]], int]:
     """The features [n, width] of each place for each split, and how many programs that took."""
     ragged = any(source.images is None for source in present.values())
+    structure = models.structure(spec, slots_of(config))
     prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
-    step = jax.jit(make_feature_step(models.structure(spec), prepare, places), out_shardings=sharding.replicated(mesh))
+    step = jax.jit(make_feature_step(structure, prepare, places), out_shardings=sharding.replicated(mesh))
     wanted = min(config.eval_batch_size, max(map(len, present.values())))
     batch_size = -(-wanted // mesh.size) * mesh.size
     found, shapes = {}, set()

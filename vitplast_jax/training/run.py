@@ -22,10 +22,11 @@ from vitplast_jax import components, models, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.files import write_json, write_text
 from vitplast_jax.models import specs
+from vitplast_jax.peft.attach import Origin
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import processes
 from vitplast_jax.training.checkpoint import Checkpoints
-from vitplast_jax.training.start import base_parameters
+from vitplast_jax.training.start import base_parameters, slots_of
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
@@ -273,6 +274,11 @@ def trainable_mask(config, params: Mapping) -> trees.Tree:
     return components.mask(params, applied_selectors(config, components.counts(params)))
 
 
+def kept_dtype(config, path: str) -> str:
+    """In which dtype a frozen parameter is kept; an adapter's start vectors must equal the float32 ones that train."""
+    return "float32" if components.is_fixed(path) else config.frozen_dtype
+
+
 def config_of(described: Mapping):
     """The checked config in what ``config.json`` holds."""
     return settings.validate({key: described[key] for key in settings.default_config() if key in described})
@@ -291,12 +297,15 @@ def load_run(workdir: str | Path) -> Run:
     best_step = _best_step(folder)
     class_names = tuple(described["class_names"])
     params = base_parameters(config, spec, class_names, described["base_weights"])
-    trainable, frozen = trees.partition(params, trainable_mask(config, params))
-    frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.frozen_dtype), frozen)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), trainable)
+    initial, frozen = trees.partition(params, trainable_mask(config, params))
+    frozen = trees.map_paths(lambda path, leaf: jnp.asarray(leaf, kept_dtype(config, path)), frozen)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), initial)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         trainable = checkpoints.restore_best(target, best_step)
-    model = models.build(spec, trees.combine(trainable, frozen))
+    slots = slots_of(config)
+    model = models.build(spec, trees.combine(trainable, frozen), slots)
+    if slots is not None:
+        model.origin = Origin(base=trees.combine(initial, frozen))
     return Run(folder, config, spec, class_names, model, best_step, described)
 
 
