@@ -4,8 +4,8 @@ In and out: token tensors [b, n, d]. The compute dtype is the dtype of the token
 are used, while LayerNorm and the softmax work in float32. Each layer can be called alone.
 
 A slot is empty (None) or a module with ``__call__(x, kernel, bias, keys=None) -> y`` (keys, one an example, where
-something is drawn) and ``merged(kernel, bias) -> (kernel, bias)``; parameter-efficient methods sit there, and the paths
-of the base parameters stay as they are.
+something is drawn) and ``merged(kernel, bias) -> (kernel, bias)``; that of qkv also gives y in thirds by ``pieces``.
+Parameter-efficient methods sit there, and the paths of the base parameters stay as they are.
 """
 
 import functools
@@ -145,13 +145,14 @@ class Attention(nnx.Module):
 
     def project(self, x, keys=None):
         """Queries, keys and values of tokens [..., n, d]: three of [..., n, h, k]."""
-        if self.qkv.slot is not None:
-            parts = jnp.split(self.qkv(x, keys), 3, axis=-1)
-        else:
-            # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
-            kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
-            biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.used_bias(), 3)
+        # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
+        kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
+        biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.used_bias(), 3)
+        if self.qkv.slot is None:
             parts = [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+        else:
+            kernels, biases = jax.tree.map(lambda leaf: leaf.astype(x.dtype), (kernels, biases))
+            parts = self.qkv.slot.pieces(x, kernels, biases, keys)
         return [rearrange(part, "... n (h k) -> ... n h k", h=self.heads) for part in parts]
 
     def __call__(self, x, keys=None):

@@ -34,6 +34,10 @@ class Slot(nnx.Module):
         """(part, first column, end) of each."""
         return [(getattr(self, name), first, end) for name, first, end in self.ranges]
 
+    def covered(self, width: int):
+        """(part, first piece, end) of each, where the output is made of pieces of this width (the thirds of qkv)."""
+        return [(part, first // width, end // width) for part, first, end in self.parts]
+
     def merged(self, kernel, bias):
         """The plain kernel [d_in, d_out] and bias [d_out] (or None) that do the same, in float32."""
         kernel = kernel.astype(jnp.float32)
@@ -56,6 +60,15 @@ class Additive(Slot):
         deltas = self.deltas(layers.dropout(x, keys, self.place, self.dropout))
         return replaced(y, [(y[..., a:b] + delta, a, b) for (_, a, b), delta in zip(self.parts, deltas, strict=True)])
 
+    def pieces(self, x, kernels, biases, keys=None):
+        """The output in pieces, each of its own product: what :meth:`__call__` gives, cut up."""
+        outputs = [plain(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
+        deltas = self.deltas(layers.dropout(x, keys, self.place, self.dropout))
+        for (_, first, end), delta in zip(self.covered(kernels[0].shape[1]), deltas, strict=True):
+            for index, piece in zip(range(first, end), jnp.split(delta, end - first, axis=-1), strict=True):
+                outputs[index] = outputs[index] + piece
+        return outputs
+
     def deltas(self, x):
         """One delta for each part."""
         return [part.delta(x) for part, _, _ in self.parts]
@@ -73,6 +86,18 @@ class Multiplicative(Slot):
                 outputs.append(part(x, kernel[:, first:end], None if bias is None else bias[first:end]))
             at = end
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)
+
+    def pieces(self, x, kernels, biases, keys=None):
+        """The output in pieces, each of its own product: what :meth:`__call__` gives, cut up."""
+        outputs = [None] * len(kernels)
+        for part, first, end in self.covered(kernels[0].shape[1]):
+            kernel = jnp.concatenate(kernels[first:end], axis=1)
+            bias = None if biases[first] is None else jnp.concatenate(biases[first:end])
+            outputs[first:end] = jnp.split(part(x, kernel, bias), end - first, axis=-1)
+        return [
+            plain(x, kernel, bias) if output is None else output
+            for output, kernel, bias in zip(outputs, kernels, biases, strict=True)
+        ]
 
 
 def plain(x, kernel, bias):
