@@ -10,10 +10,13 @@ averaged over all tokens. Writes probe.json, probe.csv, probe.md and probe.png.
 
 from vitplast_jax import command
 
-FLAGS = (command.CONFIG, command.WORKDIR)
+FLAGS = (command.CONFIG, command.WORKDIR, *command.PROCESSES)
 
 
 def main(flags):
+    from vitplast_jax.training import processes
+
+    processes.join(flags)
     from vitplast_jax.training.probing import probe
 
     report(probe(flags.config), flags.workdir)

@@ -17,6 +17,7 @@ FLAGS = (
     command.CONFIG,
     command.WORKDIR,
     command.Flag("plasticity", "measure the plasticity of each task's start as well", default=True),
+    *command.PROCESSES,
 )
 
 
@@ -24,6 +25,9 @@ def main(flags):
     from pathlib import Path
 
     from vitplast_jax.errors import UserError
+    from vitplast_jax.training import processes
+
+    processes.join(flags)
     from vitplast_jax.training import grid
     from vitplast_jax.training.shared import Shared
 

@@ -143,10 +143,12 @@ def _groups(spec, places: Sequence[Place], images: int) -> list[list[Place]]:
 
 def _extract(config, spec, mesh, params, present: Mapping, places) -> tuple[dict[str, list[np.ndarray]], int]:
     """The features [n, width] of each place for each split, and how many programs that took."""
-    ragged = any(source.images is None for source in present.values())
-    structure = models.structure(spec, slots_of(config))
-    prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
-    step = jax.jit(make_feature_step(structure, prepare, places), out_shardings=sharding.replicated(mesh))
+    structure, steps = models.structure(spec, slots_of(config)), {}
+    for ragged in (True, False):  # whether the host has resized
+        step = make_feature_step(
+            structure, inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged), places
+        )
+        steps[ragged] = jax.jit(step, out_shardings=sharding.replicated(mesh))
     wanted = min(config.eval_batch_size, max(map(len, present.values())))
     batch_size = -(-wanted // mesh.size) * mesh.size
     found, shapes = {}, set()
@@ -164,9 +166,9 @@ def _extract(config, spec, mesh, params, present: Mapping, places) -> tuple[dict
         done = 0
         for batch in batches:
             images = inputs.to_devices({"image": batch["image"]}, mesh)["image"]
-            shapes.add(images.shape)
+            shapes.add((source.images is None, images.shape))
             real = min(batch_size, len(source) - done)  # the last batch is filled up
-            for part, features in zip(parts, step(params, images), strict=True):
+            for part, features in zip(parts, steps[source.images is None](params, images), strict=True):
                 part.append(np.asarray(features)[:real])
             done += real
         found[split] = [np.concatenate(part) for part in parts]
