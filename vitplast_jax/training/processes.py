@@ -91,8 +91,6 @@ def join(flags=None, timeout: float = TIMEOUT):
     else:
         print(f"process {group.index}/{group.count}: waiting for the others at {group.coordinator}", flush=True)
         roll_call(group, timeout)
-        if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(group.coordinator, group.count, group.index)
     if jax.process_count() > 1:
         place = f"process {jax.process_index()}/{jax.process_count()} on {socket.gethostname()}"
