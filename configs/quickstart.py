@@ -2,6 +2,7 @@
 
   python -m vitplast_jax.train --config configs/quickstart.py --workdir runs/quickstart
   python -m vitplast_jax.train --config configs/quickstart.py:fc1 --workdir runs/fc1       (or ln1+ln2, all, ...)
+  python -m vitplast_jax.train --config configs/quickstart.py:lora --workdir runs/lora     (or aoft-lora, adapter, ...)
   python -m vitplast_jax.measure --config configs/quickstart.py --workdir runs/measure
 
 Expected: 98.3 % test accuracy (359 images) for mha, in 102 s on 2 CPU cores (Python 3.12). The others were not run.
@@ -10,10 +11,16 @@ Expected: 98.3 % test accuracy (359 images) for mha, in 102 s on 2 CPU cores (Py
 from vitplast_jax.training.config import default_config
 
 
-def get_config(components="mha"):
+def get_config(trains="mha"):
+    """`trains`: components joined by +, or lora, adapter, vpt-deep, ... and the same with aoft- before it."""
     config = default_config()
     config.weights = "vit_pico_patch4_28.fashion_mnist"
-    config.trainable = tuple(components.split("+"))
+    method = trains.removeprefix("aoft-")
+    if method in ("lora", "adapter", "vpt-shallow", "vpt-deep", "oft", "boft", "hra", "hta", "ssf"):
+        config.peft.method = method
+        config.peft.projection = "ao" if trains.startswith("aoft-") else "free"
+    else:
+        config.trainable = tuple(trains.split("+"))
     config.data.name = "digits"
     config.data.crop_scale = ()
     config.data.shift = 0.1

@@ -38,7 +38,7 @@ SPECS = {
     "oblong": small(img_size=(12, 20), registers=2, qkv_bias=False, in_chans=1),
     "classless": small(class_token=False, pool="avg", pos_prefix=False),
     "jax": small(),
-    "hf": small(eps=1e-12),
+    "hf": small(eps=1e-12, antialias=False),
 }
 FILES = {name: DATA / {"jax": "jax.npz", "hf": "hf"}.get(name, f"{name}.safetensors") for name in SPECS}
 

@@ -18,11 +18,11 @@ def call(*argv):
 
 def test_an_unknown_suite_is_one_line(capsys):
     assert call("--suite", "cpu") == 1
-    assert "no suite is called 'cpu'; there is: cpu-step, gpu, tpu-static" in capsys.readouterr().err
+    assert "no suite is called 'cpu'; there is: cpu-step, gpu, tpu-static, " in capsys.readouterr().err
 
 
 def test_flops_of_a_step():
-    flops = runpy.run_path("tools/bench.py")["training_flops"]
+    flops = runpy.run_path("tools/suites/steps.py")["training_flops"]
     # One image, forward: 17.56 G multiply-adds as published for ViT-B/16 at 224 pixels; thrice that for a full step.
     assert flops("vit_base_patch16_224", "all") == pytest.approx(3 * 2 * 17.56e9, rel=0.01)
     # Nothing but norms and head: no kernel has a gradient, all activations have.
@@ -45,6 +45,15 @@ def test_cpu_step_compares_the_same_work(tmp_path):
 
 
 @pytest.mark.parity
+def test_plasticity_gives_the_means_of_the_papers_way(tmp_path):
+    path = tmp_path / "bench.json"
+    small = ("--model", "vit_tiny_patch16_224", "--batch", "2", "--repeats", "1")
+    assert call("--suite", "plasticity", *small, "--json", str(path)) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["largest_difference"] < 1e-4  # all 60 means, the same weights and images
+    assert (row["pairs"], row["peer_pairs"]) == (4, 2) and row["ratio"] > 0
+
+
 @pytest.mark.slow
 def test_the_gpu_suite_runs_with_few_packages(tmp_path):
     """As on a machine with only jax, flax, optax, orbax, torch, timm and einops."""
@@ -66,3 +75,21 @@ def test_the_gpu_suite_runs_with_few_packages(tmp_path):
 def test_tpu_static_without_its_compiler_is_one_line(capsys):
     assert call("--suite", "tpu-static") == 1
     assert "pip install libtpu" in capsys.readouterr().err
+
+
+def test_the_peft_suite_counts_as_the_paper(tmp_path):
+    path = tmp_path / "bench.json"
+    assert call("--suite", "peft", "--model", "vit_base_patch16_224", "--repeats", "0", "--json", str(path)) == 0
+    rows = {row["method"]: row["parameters"] for row in json.loads(path.read_text())["rows"]}
+    assert rows["LoRA+AOFT, q and v"] == rows["Adapter+AOFT, formula"] == 36_864
+    assert rows["Adapter+AOFT, count-single"] == rows["Adapter+AOFT, count-tied"] == 18_432
+    assert (rows["VPT-Deep+AOFT"], rows["LoRA, q and v"], rows["Adapter at FFN"]) == (9_216, 294_912, 156_768)
+
+
+@pytest.mark.slow
+def test_the_peft_suite_times_and_counts_the_same_steps(tmp_path):
+    path = tmp_path / "bench.json"
+    small = ("--model", "vit_tiny_patch16_224", "--batch", "1", "--repeats", "1")
+    assert call("--suite", "peft", *small, "--json", str(path)) == 0
+    steps = {row["method"]: row for row in json.loads(path.read_text())["rows"] if "step_s" in row}
+    assert steps["lora"]["flops"] > steps["aoft-lora"]["flops"] > steps["qkv biases"]["flops"] > 0

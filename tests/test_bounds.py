@@ -7,7 +7,7 @@ import pytest
 from vitplast_jax import models, trees
 from vitplast_jax.models import ViTSpec
 from vitplast_jax.plasticity import bounds, measure, rates
-from vitplast_jax.plasticity.bounds import attention_bound, layer_norm_bound, spectral_norm, split_heads
+from vitplast_jax.plasticity.bounds import attention_bound, layer_norm_bound, spectral_norm, split_heads, why_unbounded
 
 
 def tiny_spec(**changes):
@@ -118,3 +118,20 @@ def test_bounds_of_a_model():
     assert all(value is not None for value in known.values())
     reference = {r["component"]: r["bound"] for r in bounds(model, reference=True)[:5]}
     assert reference["ln1"] == pytest.approx(float(models.parameters(model)["blocks"][0]["norm1"]["scale"].max()))
+
+
+def test_attention_without_a_known_bound_says_why():
+    model = random_model(0)
+    for name, words in (("rope", "rotary positions"), ("causal", "a causal mask")):
+        attention = type("Kind", (), {name: True})()
+        assert why_unbounded(attention) == f"no bound is known for attention with {words}"
+    assert why_unbounded(model.blocks[0].attn) is None
+    for block in model.blocks:
+        vars(block.attn)["causal"] = True
+    rng = np.random.default_rng(0)
+    result = measure(model, *(rng.normal(size=(4, 8, 8, 3)).astype(np.float32) for _ in range(2)))
+    found = {row["component"]: row["bound"] for row in result["rows"]}
+    assert found["mha"] is None and found["fc1"] > 0
+    assert result["notes"]["mha_bound"] == "null: no bound is known for attention with a causal mask"
+    ranks = {entry["component"]: entry["bound_rank"] for entry in result["components"]}
+    assert ranks["mha"] is None and sorted(rank for rank in ranks.values() if rank) == [1, 2, 3, 4]

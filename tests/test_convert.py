@@ -273,7 +273,7 @@ def test_registers_whose_positions_are_only_the_class_tokens(tmp_path):
     assert goldens.answer(bigger, goldens.images((1, 24, 24, 3))).shape == (1, 7)
     seen = view.View(readers.read_tensors(path), path)
     spec, positions = structure.infer(seen, {"heads": 2}, path)
-    assert (spec.pos_prefix, positions.prefix, spec.img_size) == (False, 1, (16, 16))
+    assert (spec.pos_prefix, positions.prefix, spec.img_size) == ("class", 1, (16, 16))
 
 
 def test_class_token_without_a_position_row(tmp_path):

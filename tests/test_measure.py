@@ -1,16 +1,17 @@
 """The measuring pass against a float64 reimplementation of the protocol, the result's contract, and the command."""
 
-import csv
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vitplast_jax import components, models, trees
+from vitplast_jax import components, models, sharding, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import ViTSpec
-from vitplast_jax.plasticity import block_pass, measure, protocol, rates
+from vitplast_jax.plasticity import block_pass, measure, protocol, rates, stream
+from vitplast_jax.plasticity import pairs as pairing_rules
 from vitplast_jax.plasticity.pairs import choose_pairs
 from vitplast_jax.plasticity.select import rank, recommend, trainable_line
 
@@ -101,6 +102,11 @@ def test_reference_protocol_equals_a_float64_loop(model):
         by_pair = np.mean([expected[b, entry["component"]] for b in range(SPEC.depth)], axis=0)
         assert entry["mean"] == pytest.approx(by_pair.mean(), rel=1e-5)
         assert entry["high"] - entry["mean"] == pytest.approx(1.96 * by_pair.std() / np.sqrt(7), rel=1e-3)
+    for contrast in result["contrasts"]:
+        by_pair = np.mean([expected[b, contrast["first"]] - expected[b, contrast["second"]] for b in (0, 1)], axis=0)
+        assert contrast["difference"] == pytest.approx(by_pair.mean(), rel=1e-4)
+        half = 1.96 * by_pair.std() / np.sqrt(7)
+        assert contrast["high"] - contrast["difference"] == pytest.approx(half, rel=1e-3)
 
 
 def test_all_pairs_equal_a_float64_loop_whatever_the_tile(model, monkeypatch):
@@ -265,81 +271,121 @@ def test_recommendation():
     assert found["trainable"] == ["mha"] and found["ties"] == ["fc1"]
     assert "1,234" in found["reason"] and "cannot be told apart" in found["reason"]
     assert recommend([entry("fc1", 2.0, 0.1), entry("mha", 2.5, 0.1)])["ties"] == []
+    close = [entry("fc1", 2.0, 0.3), entry("mha", 2.1, 0.2)]  # their intervals overlap, their difference is clear
+    contrast = {"first": "mha", "second": "fc1", "difference": 0.1, "low": 0.05, "high": 0.15}
+    assert recommend(close, [contrast])["ties"] == []
+    assert recommend(close, [contrast | {"low": -0.01}])["ties"] == ["fc1"]
     assert trainable_line(found) == 'trainable=("mha",)'
     assert rank([1.0, 3.0, None, 3.0]) == [3, 1, None, 1]
 
 
-# --- the command -------------------------------------------------------------------------------------------------
+# --- many devices, kills, single ratios ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def config_file(tmp_path):
-    """A config on the digits with a small random ViT stored as a file, and a sample of images beside it."""
-    from vitplast_jax.weights.export import save_timm
+@pytest.mark.parametrize("inputs", ["embedding", "natural"])
+def test_eight_devices_give_the_numbers_of_one(model, inputs):
+    x, y = draw_images(19, 1), draw_images(21, 2)
+    one, eight = (
+        measure(model, x, y, inputs=inputs, pairing="all", batch_size=8, mesh=sharding.make_mesh(devices))
+        for devices in (1, 8)
+    )
+    assert one["pairs"] == eight["pairs"] == 19 * 21
+    for a, b in zip(one["rows"], eight["rows"], strict=True):
+        assert [b[k] for k in ("mean", "low", "max")] == pytest.approx([a[k] for k in ("mean", "low", "max")], rel=1e-5)
 
-    spec = models.specs.replace(SPEC, img_size=28, patch_size=(7, 7))
+
+def test_ring_distances_are_those_of_all_pairs():
+    mesh = sharding.make_mesh(4, 2)
     rng = np.random.default_rng(0)
-    shapes = models.abstract_parameters(spec)
-    save_timm(
-        trees.map_paths(lambda _, leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes),
-        spec,
-        tmp_path / "small.safetensors",
-    )
-    images = np.random.default_rng(0).integers(0, 256, (12, 28, 28, 1), dtype=np.uint8)
-    np.savez(tmp_path / "small.sample.npz", images=images, labels=np.zeros(12, np.int32))
-    path = tmp_path / "config.py"
-    path.write_text(
-        "from vitplast_jax.training.config import default_config\n"
-        "def get_config():\n"
-        "    config = default_config()\n"
-        f"    config.weights = {str(tmp_path / 'small.safetensors')!r}\n"
-        "    config.data.name = 'digits'\n"
-        "    config.measure.batch_size = 8\n"
-        "    return config\n"
-    )
-    return path
+    x, y = (rng.normal(size=(n, 3, 5)).astype(np.float32) for n in (8, 16))
+    rows = sharding.batch(mesh)
+    found = block_pass.make_distances("all", mesh)(*(jax.device_put(a, rows) for a in (x, y)))
+    np.testing.assert_allclose(found, np.linalg.norm((x[:, None] - y[None]).reshape(8, 16, -1), axis=-1), rtol=1e-5)
 
 
-def run_command(*arguments):
-    from vitplast_jax import command
-    from vitplast_jax import measure as measure_command
-
-    with pytest.raises(SystemExit) as ending:
-        command.run(measure_command.main, measure_command.__doc__, measure_command.FLAGS, arguments)
-    return ending.value.code
-
-
-def test_command_writes_files_that_agree(config_file, tmp_path, capsys):
-    folder = tmp_path / "out"
-    assert run_command(f"--config={config_file}", f"--workdir={folder}") == 0
-    printed = capsys.readouterr().out
-    result = json.loads((folder / "plasticity.json").read_text())
-    assert (result["pairs"], result["images_x"], result["images_y"]) == (12, 12, 12)
-    with open(folder / "plasticity.csv") as file:
-        lines = list(csv.DictReader(file))
-    assert len(lines) == len(result["rows"]) == 5 * SPEC.depth
-    for line, row in zip(lines, result["rows"], strict=True):
-        assert (int(line["block"]), line["component"]) == (row["block"], row["component"])
-        assert float(line["mean"]) == row["mean"] and float(line["quantiles_0.5"]) == row["quantiles"]["0.5"]
-        assert f"{row['mean']:.3f}" in printed
-    assert (folder / "plasticity.png").read_bytes()[:4] == b"\x89PNG"
-    assert "12 matched pairs" in printed and trainable_line(result["recommendation"]) in printed
+def test_no_device_receives_a_whole_side():
+    mesh = sharding.make_mesh(8)
+    side = jax.ShapeDtypeStruct((64, 5, 7), jnp.float32, sharding=sharding.batch(mesh))
+    text = block_pass.make_distances("all", mesh).lower(side, side).compile().as_text()
+    assert "collective-permute" in text
+    gathered = [line for line in text.splitlines() if "all-gather" in line]
+    assert not any("5,7" in line for line in gathered)
 
 
-def test_command_without_a_sample_says_what_to_do(config_file, tmp_path, capsys):
-    (tmp_path / "small.sample.npz").unlink()
-    assert run_command(f"--config={config_file}", f"--workdir={tmp_path / 'out'}") == 1
-    error = capsys.readouterr().err
-    assert "--config.measure.x_name" in error and error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("pairing", ["matched", "all"])
+def test_a_killed_measurement_goes_on_with_identical_numbers(model, pairing, tmp_path, monkeypatch):
+    x, y = draw_images(12, 1), draw_images(13, 2)
+    options = dict(pairing=pairing, batch_size=4, ratios=True)
+    monkeypatch.setattr(protocol, "_TILE_BYTES", 1)
+    monkeypatch.setattr(stream, "_SAVE_SECONDS", -1.0)
+    whole = measure(model, x, y, folder=tmp_path / "whole", **options)
+    add, calls = stream.Stream.add, []
+
+    def killed(self, *arguments):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(1)
+        add(self, *arguments)
+
+    monkeypatch.setattr(stream.Stream, "add", killed)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, x, y, folder=tmp_path / "cut", **options)
+    assert (tmp_path / "cut" / "measuring.npz").exists()
+    monkeypatch.setattr(stream.Stream, "add", lambda self, *a: (calls.append(1), add(self, *a)))
+    assert measure(model, x, y, folder=tmp_path / "cut", **options) == whole
+    assert len(calls) == (3 if pairing == "matched" else 12)  # tiles: none was measured twice
+    assert sorted(f.name for f in (tmp_path / "cut").iterdir()) == ["ratios.npz"]
+    with np.load(tmp_path / "cut" / "ratios.npz") as cut, np.load(tmp_path / "whole" / "ratios.npz") as other:
+        assert cut["ratios"].shape == (2, 5, 12) if pairing == "matched" else (2, 5, 12, 13)
+        np.testing.assert_array_equal(cut["ratios"], other["ratios"])
+        found = cut["ratios"].reshape(2, 5, -1).mean(-1).ravel()
+    np.testing.assert_allclose(found, [row["mean"] for row in whole["rows"]], rtol=1e-5)
 
 
-def test_command_says_first_that_the_folder_cannot_be_written(config_file, tmp_path, capsys):
-    (tmp_path / "taken").write_text("")
-    assert run_command(f"--config={config_file}", f"--workdir={tmp_path / 'taken' / 'out'}") == 1
-    assert "taken is a file" in capsys.readouterr().err
+def test_the_state_of_another_measurement_is_not_taken(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "_SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(stream.Stream, "finish", lambda self: None)  # leaves its state behind
+    x, y = draw_images(4, 1), draw_images(4, 2)
+    measure(model, x, y, folder=tmp_path)
+    assert measure(model, x, 2 * y, folder=tmp_path) == measure(model, x, 2 * y)
+    (tmp_path / "measuring.npz").write_bytes(b"PK")
+    assert measure(model, x, y, folder=tmp_path) == measure(model, x, y)
 
 
-def test_command_needs_one_of_config_and_run(tmp_path, capsys):
-    assert run_command(f"--workdir={tmp_path}") == 2
-    assert "--config" in capsys.readouterr().err
+# --- other pairs -------------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_other_distributions():
+    labels = np.array([0, 1] * 6 + [2])
+    x, y = choose(0, 13, distribution="downstream")
+    assert len(x) == len(y) == 6 and len({*x, *y}) == 12
+    x, y = choose(0, 13, distribution="downstream", pairing="all")
+    assert {*x, *y} == set(range(13)) and len(x) == 6
+    x, y = choose(0, 13, distribution="class", labels=labels)
+    assert len(x) == 6 and len({*x, *y}) == 12 and (labels[x] == labels[y]).all() and 12 not in {*x, *y}
+    x, y = choose(0, 13, distribution="perturbation", pairs=5)
+    assert x.tolist() == y.tolist() and len(set(x)) == 5
+    with pytest.raises(UserError, match="measure.pairing=matched"):
+        choose(0, 13, distribution="class", labels=labels, pairing="all")
+    with pytest.raises(UserError, match="measure.protocol=ours"):
+        choose(0, 13, distribution="downstream", protocol="reference")
+
+
+def test_perturbations_have_their_radius_and_small_ones_give_the_derivative(model):
+    images = draw_images(6, 1)
+    side = pairing_rules.open_images(images, SPEC, None, "y")
+    moved = side.perturbed(0.5, 3).prepare(jnp.asarray(images), jnp.arange(6))
+    np.testing.assert_allclose(jnp.sqrt(jnp.square(moved - images).sum((1, 2, 3))), 0.5, rtol=1e-5)
+    again = side.perturbed(0.5, 3).prepare(jnp.asarray(images[2:3]), jnp.array([2]))
+    np.testing.assert_allclose(again[0], moved[2], rtol=1e-6)  # of the image, not of its place in a batch
+    small = measure(model, None, images, distribution="perturbation", radius=1e-2)
+    noise = np.asarray(side.perturbed(1.0, 0).prepare(jnp.zeros((6, 8, 8, 3)), jnp.arange(6)))
+    for index, row in ((1, small["rows"][1]), (2, small["rows"][2])):
+        component = (model.blocks[0].attn, model.blocks[0].norm2)[index - 1]
+        rates = [
+            [np.linalg.norm(a) for a in jax.jvp(f, (image[None],), (direction[None],))[1:]][0]
+            / np.linalg.norm(jax.jvp(model.embed, (image[None],), (direction[None],))[1])
+            for image, direction in zip(images, noise, strict=True)
+            for f in [lambda image, component=component: component(model.embed(image))]
+        ]
+        assert row["mean"] == pytest.approx(float(np.mean(rates)), rel=2e-2)

@@ -33,6 +33,16 @@ def test_pairwise_rates_equal_a_float64_loop(scale, mean):
     np.testing.assert_allclose(found, loop64(fx, fy, x, y), rtol=1e-5)
 
 
+def test_pairs_on_both_sides_of_the_limit_are_exact():
+    """One tile with ordinary pairs alone, one with a pair that is just near, one with a nearly equal pair."""
+    x, y = draw(4, 3, scale=1.0)
+    for share in (0.3, 0.24, 1e-6):
+        close = y.copy()
+        close[1] = x[2] + share**0.5 * (y[1] - x[2])
+        expected = [[distance64(a, b) for b in close] for a in x]
+        np.testing.assert_allclose(rates.pairwise_distances(x, close), expected, rtol=1e-5)
+
+
 def test_long_sequences_do_not_lose_digits():
     x, y = draw(2, 2, shape=(197, 3072), seed=3)
     expected = [[distance64(a, b) for b in y] for a in x]

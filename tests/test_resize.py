@@ -9,10 +9,16 @@ from vitplast_jax.weights import resize
 CASES = goldens.golden("positions")["cases"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['old']}-{c['new']}-{'aa' if c['antialias'] else 'plain'}")
+def name(case):
+    kernel = "antialias" if case["antialias"] else f"plain+{case.get('offset', 0)}"
+    return f"{case['old']}-{case['new']}-{kernel}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
 def test_equals_torch(case):
     table = np.array(case["table"], np.float32)
-    ours = resize.resize_positions(table, case["prefix"], case["old"], case["new"], case["antialias"])
+    offset = case.get("offset", 0.0)
+    ours = resize.resize_positions(table, case["prefix"], case["old"], case["new"], case["antialias"], offset)
     expected = np.array(case["result"], np.float32)
     assert ours.dtype == np.float32
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())

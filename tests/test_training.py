@@ -10,6 +10,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from vitplast_jax import components, models, sharding, trees
@@ -223,7 +224,7 @@ def test_padding_is_neither_dropped_nor_counted():
 
 @functools.cache
 def ten_steps(optimizer, mesh_size=1, accumulation=1):
-    """Parameters and metrics after ten steps on one batch."""
+    """Parameters and metrics after ten steps on one batch, and the size of the first step's gradients (AdamW)."""
     config = tiny(optimizer=optimizer, learning_rate=1e-3, batch_size=64, warmup_steps=0, trainable=("all",))
     mesh = sharding.make_mesh(mesh_size)
     spec = models.specs.spec("vit_nano_patch4_8", num_classes=10)
@@ -239,9 +240,16 @@ def ten_steps(optimizer, mesh_size=1, accumulation=1):
     )
     batch = inputs.to_devices({"image": source.images[:64], "label": source.labels[:64]}, mesh)
     state = steps.TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))
-    for _ in range(10):
+    state, measured = step(state, frozen, batch)
+    moments = [x.nu for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
+    first = {path: np.sqrt(nu / 1e-3) for path, nu in trees.flatten(moments[0]).items()} if moments else {}
+    for _ in range(9):
         state, measured = step(state, frozen, batch)
-    return trees.flatten(state.trainable), measured
+    return trees.flatten(state.trainable), measured, first
+
+
+def is_adam(node):
+    return isinstance(node, optax.ScaleByAdamState)
 
 
 @pytest.mark.parametrize(
@@ -249,13 +257,18 @@ def ten_steps(optimizer, mesh_size=1, accumulation=1):
     [(8, 1, "sgd", 1e-6), (1, 4, "sgd", 1e-6), (4, 4, "sgd", 1e-6), (4, 4, "adamw", 1e-5)],
 )
 def test_the_gradient_is_the_mean_over_the_global_batch(devices, accumulation, optimizer, tolerance):
-    expected, loss = ten_steps(optimizer)
-    got, other = ten_steps(optimizer, devices, accumulation)
+    expected, loss, first = ten_steps(optimizer)
+    got, other, _ = ten_steps(optimizer, devices, accumulation)
     assert float(other["loss"]) == pytest.approx(float(loss["loss"]), abs=1e-5)
     for path, leaf in expected.items():
-        if optimizer == "adamw" and path.endswith("qkv/bias"):
-            continue  # the key bias has no gradient, and Adam makes steps of its rounding errors
-        np.testing.assert_allclose(got[path], leaf, atol=tolerance, err_msg=path)
+        clear = np.ones(leaf.shape, bool)
+        if optimizer == "adamw":
+            # Adam divides a gradient by its size + 1e-8, so one that is zero but for rounding becomes a step of noise:
+            # the key bias's always, another element's by chance (seen: 2e-9 in a kernel whose gradients are 2e-3).
+            clear = first[path] > 1e-7
+            key_bias = path.endswith("qkv/bias")
+            assert (~clear).sum() <= (leaf.size // 3 if key_bias else max(1, leaf.size // 1000)), path
+        np.testing.assert_allclose(got[path][clear], leaf[clear], atol=tolerance, err_msg=path)
 
 
 def lowered(selectors, spec, batch=7):

@@ -13,20 +13,29 @@ Suites:
               On a machine without one it runs on the CPU, which proves that it runs and says nothing of speed.
   tpu-static  nothing is run: the TPU compiler's figures for one device of --topology, bfloat16, --batch images a chip,
               SGD with momentum and clipping (extra: libtpu). Cycles are the compiler's estimate.
+  plasticity  the paper's protocol on 16 + 16 images (--batch): ours with all 256 pairs, ours with 16, and the way the
+              paper's code goes, in torch (extra `parity`), with 16; weights and images are the same, and so must be the
+              60 means (`largest_difference`, relative).
+  plasticity-spread
+              how much the estimate varies over 20 draws of --batch + --batch images of the quickstart's two data sets,
+              for matched and for all pairs, which take the same forward passes.
+  peft        parameters of each method without the head (the table of the AOFT paper) and, in turn, steps of AOFT-LoRA,
+              LoRA (both q and v, rank 8), ln1 and the qkv biases alone: medians in seconds, compiled FLOPs; ratio_lora
+              and ratio_ln1 = this / that step. --repeats=0 counts alone.
 """
 
+import importlib
 import os
-import statistics
-import time
-import types
+import sys
+from pathlib import Path
 
 from vitplast_jax import command
 from vitplast_jax.errors import UserError
 
 FLAGS = (
-    command.Flag("suite", "cpu-step, gpu or tpu-static", value="NAME", required=True),
+    command.Flag("suite", "one of the above", value="NAME", required=True),
     command.Flag("model", "timm name", default="vit_base_patch16_224", value="NAME"),
-    command.Flag("batch", "images a step (a chip); 0: the suite's own (8, 128, 64)", default=0, value="N"),
+    command.Flag("batch", "images a step (a chip, a side); 0: the suite's own", default=0, value="N"),
     command.Flag("repeats", "pairs of steps, after one warm-up each", default=9, value="N"),
     command.Flag("trainable", "rows to measure", default="all,ln1,mha,ln2,fc1,fc2", value="LIST"),
     command.Flag("gelu", "erf or tanh, of tpu-static", default="erf", value="NAME"),
@@ -36,253 +45,36 @@ FLAGS = (
     command.Flag("remat", "none, block or dots, of tpu-static", default="none", value="NAME"),
     command.Flag("json", "file to write", value="FILE"),
 )
-LEARNING_RATE, MOMENTUM, CLIP = 1e-3, 0.9, 1.0
 
-# Dense bfloat16 FLOP/s at best, from the vendor's data sheets, by a part of the device's name.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12}
-
-# Which of timm's parameters make up a component: parts of their names.
-TIMM_NAMES = {"ln1": ".norm1.", "mha": ".attn.", "ln2": ".norm2.", "fc1": ".mlp.fc1.", "fc2": ".mlp.fc2."}
-
-
-def cpu_step(flags) -> list[dict]:
-    """Interleaved steps of both libraries on the same random batch."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    rows = []
-    for name, ours, theirs, peer in measured_pairs(flags, flags.batch or 8, "float32", lambda net: net):
-        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-        ours_s, peer_s = statistics.median(ours), statistics.median(theirs)
-        rows.append(
-            {
-                "model": flags.model,
-                "batch": flags.batch or 8,
-                "dtype": "float32",
-                "trainable": name,
-                "method": "",
-                "ours_s": round(ours_s, 4),
-                "peer": peer,
-                "peer_s": round(peer_s, 4),
-                "ratio": round(ours_s / peer_s, 3),
-                "ratio_low": round(ratios[len(ratios) // 4], 3),
-                "ratio_high": round(ratios[-1 - len(ratios) // 4], 3),
-                "pairs": flags.repeats,
-            }
-        )
-        print(f"{name:>5}: ours {ours_s:.3f} s, timm {peer_s:.3f} s, ratio {ours_s / peer_s:.2f}", flush=True)
-    return rows
-
-
-def gpu(flags) -> list[dict]:
-    """Steps of both libraries in bfloat16 on the accelerator that is here."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs some of the memory, too
-    import jax
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    kind = jax.devices()[0].device_kind
-    if on_gpu != (jax.default_backend() == "gpu"):
-        raise UserError(f"jax runs on {kind}, torch {'on a GPU' if on_gpu else 'not on a GPU'}: install both for it")
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
-    batch, mode = flags.batch or 128, "max-autotune" if on_gpu else "default"
-    rows = []
-    pairs = measured_pairs(flags, batch, "bfloat16", lambda net: torch.compile(net, mode=mode))
-    for name, ours, theirs, peer in pairs:
-        ours_s, peer_s = statistics.median(ours), statistics.median(theirs)
-        flops = batch * training_flops(flags.model, name)
-        rows.append(
-            {
-                "model": flags.model,
-                "batch": batch,
-                "dtype": "bfloat16",
-                "trainable": name,
-                "method": "",
-                "device": kind,
-                "ours_images_per_second": round(batch / ours_s, 2),
-                "ours_mfu": peak and round(flops / ours_s / peak, 4),
-                "peer": f"{peer}, torch.compile {mode}",
-                "peer_images_per_second": round(batch / peer_s, 2),
-                "peer_mfu": peak and round(flops / peer_s / peak, 4),
-                "ratio": round(peer_s / ours_s, 3),
-                "pairs": flags.repeats,
-            }
-        )
-        print(
-            f"{name:>5}: ours {batch / ours_s:.1f}, timm {batch / peer_s:.1f} images/s, {peer_s / ours_s:.2f}",
-            flush=True,
-        )
-    return rows
-
-
-def training_flops(model: str, name: str) -> float:
-    """Products of one training step of one image, two FLOPs a multiplication and addition.
-
-    Forward everything; backward the activations' gradients everywhere but below the patches, and the gradients of the
-    kernels that train. Attention's two products have two gradients each.
-    """
-    from vitplast_jax.models import specs
-
-    spec = specs.spec(model)
-    n, d, f = spec.tokens, spec.width, spec.hidden
-    patches = 2 * spec.grid[0] * spec.grid[1] * spec.patch_size[0] * spec.patch_size[1] * spec.in_chans * d
-    kernels = {"mha": 2 * n * 4 * d * d, "fc1": 2 * n * d * f, "fc2": 2 * n * d * f}
-    attention = 4 * n * n * d
-    block = sum(kernels.values()) + attention
-    trained = sum(kernels.values()) if name == "all" else kernels.get(name, 0)
-    total = spec.depth * (2 * block + attention + trained)
-    return total + patches * (2 if name == "all" else 1)
-
-
-def tpu_static(flags) -> list[dict]:
-    """The TPU compiler's figures of a training step, full and by component."""
-    from vitplast_jax.training import config as settings
-    from vitplast_jax.training import rehearsal
-
-    rehearsal.prepare_environment(flags.topology)
-    chips, rows = len(rehearsal.topology_devices(flags.topology, flags.slices)), []
-    batch = flags.batch or 64
-    for name in flags.trainable.split(","):
-        config = settings.validate(
-            {
-                "model": flags.model,
-                "num_classes": 1000,
-                "trainable": (name,),
-                "batch_size": batch * chips,
-                "compute_dtype": "bfloat16",
-                "frozen_dtype": "bfloat16",
-                "mesh.fsdp": flags.fsdp,
-                "remat": flags.remat,
-            }
-        )
-        row = rehearsal.rehearse_training(config, flags.topology, flags.slices, gelu=flags.gelu)
-        rows.append({"model": flags.model, "batch": batch * chips, "dtype": "bfloat16", "gelu": flags.gelu} | row)
-        rows[-1] |= {"trainable": name, "remat": flags.remat}
-        if row["flops"] is None:
-            print(f"{name:>5}: does not fit; {row['largest_batch']} images a chip do", flush=True)
-        else:
-            cycles, temporaries = row["estimated_cycles"] / 1e6, row["temp_bytes"] / 1e9
-            print(
-                f"{name:>5}: {cycles:.1f} M cycles, {temporaries:.2f} GB of temporaries, MFU {row['mfu']}", flush=True
-            )
-    return rows
-
-
-def measured_pairs(flags, batch: int, dtype: str, optimise):
-    """Yields (name, seconds of our steps, seconds of timm's, the peer's version) for each thing to train, in turn."""
-    try:
-        import timm
-        import torch
-    except ImportError:
-        raise UserError(f"the suite {flags.suite} compares with timm: pip install 'vitplast_jax[parity]'") from None
-    torch.set_num_threads(os.cpu_count() or 1)
-    for name in flags.trainable.split(","):
-        ours = our_step(flags.model, batch, name, dtype)
-        theirs = timm_step(flags.model, batch, name, dtype, optimise)
-        ours(), theirs()  # compilation and first touch
-        times: dict = {ours: [], theirs: []}
-        for _ in range(flags.repeats):
-            for step in (ours, theirs):
-                began = time.perf_counter()
-                step()
-                times[step].append(time.perf_counter() - began)
-        yield name, times[ours], times[theirs], f"timm {timm.__version__}, torch {torch.__version__}"
-        del ours, theirs
-
-
-def our_step(model: str, batch: int, name: str, dtype: str):
-    """A call that runs one step of ours to its end; trained weights stay float32, frozen ones have ``dtype``."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from vitplast_jax import components, models
-    from vitplast_jax.training import optim, step
-
-    built = models.create_model(model, num_classes=10)
-    selectors = ["all"] if name == "all" else [name, "head", "final_norm"]
-    static, trainable, frozen = models.split(built, components.mask(models.parameters(built), selectors))
-    # Not a checked config, whose module needs packages that the suite gpu does without.
-    config = types.SimpleNamespace(
-        **{"optimizer": "sgd", "learning_rate": LEARNING_RATE, "momentum": MOMENTUM, "clip_norm": CLIP},
-        **{"warmup_steps": 0, "steps": 10000, "weight_decay": 0.0, "layer_decay": 1.0},
-        **{"learning_rate_factors": (), "weight_decay_factors": ()},
-    )
-    frozen = jax.tree.map(lambda leaf: leaf.astype(dtype), frozen)
-    optimizer, schedule = optim.make_optimizer(config, trainable, built.spec.depth)
-    # The images arrive as the peer gets them, already floating point.
-    train_step = jax.jit(
-        step.make_train_step(static, optimizer, schedule, lambda images, keys: images, seed=0), donate_argnums=0
-    )
-    images = np.random.RandomState(0).randn(batch, *built.spec.img_size, 3).astype(np.float32)
-    data = {"image": jnp.asarray(images, dtype), "label": jnp.arange(batch) % 10}
-    trainable = jax.tree.map(jnp.copy, trainable)  # donated: it must not be the model's own
-    state = [step.TrainState(jnp.zeros((), jnp.int32), trainable, optimizer.init(trainable))]
-
-    def run():
-        state[0], metrics = train_step(state[0], frozen, data)
-        jax.block_until_ready((state[0], metrics))
-
-    return run
-
-
-def timm_step(model: str, batch: int, name: str, dtype: str, optimise):
-    """A call that runs one step of timm's model in PyTorch, on the GPU if there is one; bfloat16 by autocast."""
-    import numpy as np
-    import timm
-    import torch
-
-    net = timm.create_model(model, pretrained=False, num_classes=10).train()
-    for path, parameter in net.named_parameters():
-        always = path.startswith(("head.", "norm."))
-        parameter.requires_grad_(name == "all" or always or TIMM_NAMES[name] in f".{path}")
-    size = net.patch_embed.img_size
-    trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    device = "cuda" if torch.cuda.is_available() and dtype == "bfloat16" else "cpu"
-    net = optimise(net.to(device, memory_format=torch.channels_last))
-    optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE, momentum=MOMENTUM)
-    images = torch.from_numpy(np.random.RandomState(0).randn(batch, 3, *size).astype(np.float32)).to(device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.arange(batch, device=device) % 10
-
-    def run():
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = torch.nn.functional.cross_entropy(net(images), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, CLIP)
-        optimizer.step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
-
-
-SUITES = {"cpu-step": cpu_step, "gpu": gpu, "tpu-static": tpu_static}
-COLUMNS = {
-    "cpu-step": ("trainable", "ours_s", "peer_s", "ratio", "ratio_low", "ratio_high"),
-    "gpu": ("trainable", "ours_images_per_second", "ours_mfu", "peer_images_per_second", "peer_mfu", "ratio"),
+# Where a suite is (module and function of tools/suites), and the columns of the table it prints.
+SUITES = {
+    "cpu-step": ("steps.cpu_step", "trainable ours_s peer_s ratio ratio_low ratio_high"),
+    "gpu": ("steps.gpu", "trainable ours_images_per_second ours_mfu peer_images_per_second peer_mfu ratio"),
     "tpu-static": (
-        "trainable",
-        "gelu",
-        "flops",
-        "argument_bytes",
-        "temp_bytes",
-        "estimated_cycles",
-        "mfu",
-        "compile_s",
+        "tpu_static.tpu_static",
+        "trainable gelu flops argument_bytes temp_bytes estimated_cycles mfu compile_s",
     ),
+    "plasticity": ("plasticity.plasticity", "ours_s ours_matched_s extra_pairs peer_s ratio largest_difference"),
+    "peft": ("peft.peft", "method parameters step_s flops ratio_lora ratio_ln1"),
+    "plasticity-spread": ("plasticity.plasticity_spread", "component mean matched all ratio"),
 }
 
 
 def main(flags):
     if flags.suite not in SUITES:
         raise UserError(f"no suite is called {flags.suite!r}; there is: {', '.join(SUITES)}")
-    rows = SUITES[flags.suite](flags)
+    place, columns = SUITES[flags.suite]
+    module, function = place.split(".")
+    tools = str(Path(__file__).resolve().parent)
+    if tools not in sys.path:
+        sys.path.insert(0, tools)
+    rows = getattr(importlib.import_module(f"suites.{module}"), function)(flags)
 
     from vitplast_jax.files import write_json
     from vitplast_jax.reports import tables
     from vitplast_jax.training import run
 
-    print(tables.text_table(rows, COLUMNS[flags.suite]))
+    print(tables.text_table(rows, columns.split()))
     if flags.json:
         environment = run.environment() | {"threads": os.cpu_count(), "malloc": os.environ.get("GLIBC_TUNABLES", "")}
         write_json(flags.json, {"environment": environment, "rows": rows})

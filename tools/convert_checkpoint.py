@@ -1,12 +1,13 @@
 """Converts weights: any known file into a checkpoint of ours, a checkpoint of ours into others' files.
 
     python tools/convert_checkpoint.py import --source FILE|DIR|hf-hub:ID --output DIR [--model NAME] [--verify]
-    python tools/convert_checkpoint.py export --checkpoint DIR --output PATH --layout timm|hf
+    python tools/convert_checkpoint.py export --checkpoint DIR --output PATH --layout timm|hf|peft
     python tools/convert_checkpoint.py inspect --source FILE|DIR|hf-hub:ID [--model NAME]
 
 `import` writes a folder with an Orbax checkpoint and model.json; with --verify it compares with the installed peer
 first (timm, transformers: the extra `parity`), writes nothing and exits 1 where they differ. `export` takes a run's
-folder or an imported one. `inspect` says what a source holds. Nothing in a source is ever run.
+folder or an imported one: the adapter of a run is merged for timm and hf, and written as it is for peft (LoRA alone;
+--base says in whose names). `inspect` says what a source holds. Nothing in a source is ever run.
 """
 
 import os
@@ -17,7 +18,7 @@ from vitplast_jax.command import Flag, UsageError
 from vitplast_jax.errors import UserError
 
 SOURCE = Flag("source", "weights: a file, a folder or hf-hub:ID", value="FILE|DIR|hf-hub:ID", required=True)
-MODEL = Flag("model", "a timm name, where the weights do not say which model they are", value="NAME")
+MODEL = Flag("model", "a name of timm, transformers or a hub, where the weights do not say their model", value="NAME")
 EMA = Flag("ema", "take the averaged weights of a training checkpoint", default=False)
 
 
@@ -41,12 +42,25 @@ def import_(flags):
 def export_(flags):
     from vitplast_jax.weights import export
 
-    if flags.layout not in ("timm", "hf"):
-        raise UsageError(f"--layout is {flags.layout!r}; expected timm or hf")
+    if flags.layout not in ("timm", "hf", "peft"):
+        raise UsageError(f"--layout is {flags.layout!r}; expected timm, hf or peft")
+    if flags.layout == "peft":
+        return _export_adapter(flags)
     spec, tree, class_names = _checkpoint(flags.checkpoint)
     save = {"timm": export.save_timm, "hf": export.save_hf}[flags.layout]
     save(tree, spec, flags.output, class_names)
     print(f"written        {flags.output} ({spec.name}, {flags.layout} layout)")
+
+
+def _export_adapter(flags):
+    from vitplast_jax import peft
+    from vitplast_jax.training import run
+
+    if not os.path.isfile(os.path.join(flags.checkpoint, "config.json")):
+        raise UserError(f"{flags.checkpoint}: the peft layout is for the folder of a run that trained an adapter")
+    found = run.load_run(flags.checkpoint)
+    peft.save_hf_peft(found.model, flags.output, flags.base)
+    print(f"written        {flags.output} ({found.spec.name}, peft layout for {flags.base})")
 
 
 def _checkpoint(folder):
@@ -57,11 +71,11 @@ def _checkpoint(folder):
         spec, tree, report = convert.load_tree(folder)
         return spec, tree, report.class_names
     if os.path.isfile(os.path.join(folder, "config.json")) and os.path.isdir(os.path.join(folder, "checkpoints")):
-        from vitplast_jax import models
+        from vitplast_jax import models, peft
         from vitplast_jax.training import run
 
         found = run.load_run(folder)
-        return found.spec, models.parameters(found.model), found.class_names
+        return found.spec, models.parameters(peft.merge(found.model)), found.class_names
     raise UserError(f"{folder}: neither a run's folder (config.json, checkpoints/) nor an imported one (model.json)")
 
 
@@ -101,7 +115,8 @@ COMMANDS = {
         (
             Flag("checkpoint", "a run's folder or an imported one", value="DIR", required=True),
             Flag("output", "file (timm) or folder (hf) to write", value="PATH", required=True),
-            Flag("layout", "whose names and layout", value="timm|hf", required=True),
+            Flag("layout", "whose names and layout", value="timm|hf|peft", required=True),
+            Flag("base", "of peft: in whose names (hf: transformers 5)", default="timm", value="timm|hf|hf4"),
         ),
     ),
     "inspect": (inspect, (SOURCE, MODEL, EMA)),

@@ -10,6 +10,7 @@ skipped shows.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -20,11 +21,14 @@ import safetensors.torch
 import timm
 import torch
 import transformers
-from timm.layers import resample_abs_pos_embed
+from timm.layers import SwiGLUPacked, resample_abs_pos_embed
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 COMMAND = "python tools/make_golden.py --output tests/data/weights"
 SEED = 20261130
+NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 SMALL = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "mlp_ratio": 3.0, "num_classes": 7}
 CASES = {
     "token": {"img_size": 16},
@@ -46,6 +50,7 @@ def main():
         write(output, name, arguments=SMALL | arguments, **answers(model, arguments["img_size"]))
     resized(output)
     transformers_case(output)
+    families(output)
     jax_case(output)
     torch_files(output)
     positions(output)
@@ -58,7 +63,7 @@ def drawn(model, seed=SEED):
         for name, parameter in model.named_parameters():
             value = torch.randn(parameter.shape, generator=generator)
             scale = parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 0.2
-            near_one = name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "before.weight", "after.weight"))
+            near_one = name.endswith((*NORMS, "before.weight", "after.weight"))
             parameter.copy_(value * scale + (1.0 if near_one else 0.0))
     return model.eval()
 
@@ -95,6 +100,61 @@ def transformers_case(output):
     folder = output / "hf"
     model.save_pretrained(folder)
     write(output, "hf", **answers(model, 16, lambda y: y.logits))
+
+
+def families(output):
+    """One tiny model of every further family, by its own class, in the two layouts that we export to."""
+    rope = {"use_rot_pos_emb": True, "use_abs_pos_emb": False, "rope_type": "dinov3", "rope_temperature": 100.0}
+    rope |= {"rope_rotate_half": True, "num_reg_tokens": 2, "use_fc_norm": False, "init_values": 0.1}
+    rope |= {"global_pool": "token", "norm_layer": functools.partial(timm.layers.LayerNorm, eps=1e-5)}
+    rope |= {"img_size": (8, 12)}
+    swiglu = {"mlp_layer": SwiGLUPacked, "act_layer": torch.nn.SiLU, "init_values": 0.1, "mlp_ratio": 4.0}
+    models = {
+        "deit_timm": VisionTransformerDistilled(**SMALL, img_size=16),
+        "dinov2_timm": VisionTransformer(**SMALL | swiglu, img_size=16, reg_tokens=2, no_embed_class=True),
+        "gap_timm": VisionTransformer(**SMALL, img_size=16, class_token=False, global_pool="avg", fc_norm=False),
+        "dinov3_timm": Eva(**SMALL, **rope),
+        "dinov3_gated_timm": Eva(**SMALL, **rope, swiglu_mlp=True, swiglu_align_to=8, qkv_bias=False),
+    }
+    for name, model in models.items():
+        safetensors.torch.save_file(drawn(model).state_dict(), output / f"{name}.safetensors")
+        write(output, name, **answers(model, model.patch_embed.img_size))
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+    small |= {"num_labels": 7}
+    dinov3 = {**small, "intermediate_size": 24, "num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu"}
+    folders = {
+        "deit_hf": (
+            transformers.DeiTForImageClassificationWithTeacher,
+            transformers.DeiTConfig,
+            {"intermediate_size": 48},
+        ),
+        "mae_hf": (transformers.ViTMAEModel, transformers.ViTMAEConfig, {"intermediate_size": 48, "mask_ratio": 0.0}),
+        "dinov2_hf": (transformers.Dinov2ForImageClassification, transformers.Dinov2Config, {"mlp_ratio": 3}),
+        "dinov2_registers_hf": (
+            transformers.Dinov2WithRegistersForImageClassification,
+            transformers.Dinov2WithRegistersConfig,
+            {"mlp_ratio": 3, "num_register_tokens": 2, "use_swiglu_ffn": True},
+        ),
+        "dinov3_hf": (transformers.DINOv3ViTModel, transformers.DINOv3ViTConfig, dinov3),
+    }
+    for name, (kind, config, arguments) in folders.items():
+        model = drawn(kind(config(**small | arguments)))
+        model.save_pretrained(output / name)
+        options = {"noise": torch.arange(16.0)[None].repeat(2, 1)} if name == "mae_hf" else {}
+        has_head = hasattr(model, "classifier") or hasattr(model, "cls_classifier")
+        pick = (lambda y: y.logits) if has_head else (lambda y: y.last_hidden_state[:, 0])
+        write(output, name, **answers(lambda x, m=model, o=options: m(x, **o), 16, pick))
+        if name.startswith("dinov2"):  # positions resized by the peer itself
+            write(output, f"{name}_resized", **answers(model, (24, 12), pick))
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=12, vocab_size=19, eos_token_id=18)
+    config.bos_token_id = 18
+    model = drawn(transformers.GPT2LMHeadModel(config))
+    model.save_pretrained(output / "gpt2_hf")
+    (output / "gpt2_hf" / "generation_config.json").unlink()
+    words = np.random.default_rng(SEED).integers(0, 19, (2, 9))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(words)).logits
+    write(output, "gpt2_hf", words=words.tolist(), logits=logits.double().numpy().tolist())
 
 
 def jax_case(output):
@@ -189,6 +249,13 @@ def positions(output):
             )
             case = {"old": old, "new": new, "prefix": prefix, "antialias": antialias}
             cases.append(case | {"table": table.tolist(), "result": result.tolist()})
+        # As DINOv2's own code without registers asks for it: by a scale with a small offset.
+        grid = torch.from_numpy(table[:, prefix:]).reshape(1, *old, 3).permute(0, 3, 1, 2)
+        scale = tuple((new[axis] + 0.1) / old[axis] for axis in (0, 1))
+        grid = torch.nn.functional.interpolate(grid, scale_factor=scale, mode="bicubic")
+        result = np.concatenate([table[:, :prefix], grid.permute(0, 2, 3, 1).reshape(1, -1, 3).numpy()], axis=1)
+        case = {"old": old, "new": new, "prefix": prefix, "antialias": False, "offset": 0.1}
+        cases.append(case | {"table": table.tolist(), "result": result.tolist()})
     write(output, "positions", cases=cases)
 
 

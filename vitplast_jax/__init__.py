@@ -7,7 +7,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-_ROOMS = ("trees", "components", "sharding", "models", "weights", "data", "training", "plasticity", "reports")
+_ROOMS = ("trees", "components", "sharding", "models", "weights", "peft", "data", "training", "plasticity", "reports")
 _FUNCTIONS = {  # public name -> the module that defines it
     "create_model": "models",
     "parameters": "models",

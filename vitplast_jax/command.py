@@ -112,6 +112,10 @@ def load_config(path_and_argument: str, overrides: Sequence[tuple[str, str]] = (
     if not isinstance(config, ConfigDict):
         raise UserError(f"config file {path}: get_config() returned {type(config).__name__}, not a ConfigDict")
     values = config.to_dict()
+    named = {key for key, _ in overrides}
+    if "peft.method" in named and "trainable" not in named and not argument:
+        # What a file trains without an adapter is not asked for beside one: the adapter alone.
+        values["trainable"] = settings.FIELDS["trainable"].default
     for key, value in overrides:
         try:
             value = settings.read(key, value)

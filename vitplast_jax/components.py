@@ -22,7 +22,7 @@ _RULES = tuple(
     (re.compile(pattern), component)
     for pattern, component in (
         (r"(blocks/(?P<block>\d+)/)?(.+/)?(slot|adapter|prompt)s?(_\w+)?/.+", "peft"),
-        (r"(patch_embed/.+|(cls|reg|dist)_token|pos_embed|norm_pre/.+)", "emb"),
+        (r"(patch_embed/.+|(cls|reg|dist)_token|pos_embed|wte|wpe|norm_pre/.+)", "emb"),
         (r"blocks/(?P<block>\d+)/norm1/.+", "ln1"),
         (r"blocks/(?P<block>\d+)/attn/.+", "mha"),
         (r"blocks/(?P<block>\d+)/ls1/.+", "ls1"),
@@ -34,6 +34,10 @@ _RULES = tuple(
         (r"(head|head_dist|pre_logits)/.+", "head"),
     )
 )
+
+
+# The frozen start vectors of AO (peft/pairs.py): part of an adapter, but nothing that trains.
+_FIXED = re.compile(r"(.+/)?start_\w+")
 
 
 class Place(NamedTuple):
@@ -70,6 +74,11 @@ def locate(path: str) -> Place:
     raise ValueError(f"parameter {path!r} belongs to no component: add a rule to components.py")
 
 
+def is_fixed(path: str) -> bool:
+    """Whether a parameter never trains, whatever is selected: the frozen start vectors in a slot."""
+    return _FIXED.fullmatch(path) is not None and locate(path).component == "peft"
+
+
 def parse(selectors: str | Iterable[str]) -> tuple[Selector, ...]:
     """Parses selectors, ``"mha,fc1@0-5"`` or a sequence of such strings, without looking at a model.
 
@@ -101,6 +110,8 @@ def _parse_one(text: str) -> Selector:
 def mask(params: Mapping, selectors: str | Iterable[str]) -> trees.Tree:
     """A tree of bools, True where a selector names the parameter; for ``optax`` and :func:`trees.partition`.
 
+    Parameters that never train (:func:`is_fixed`) are not marked by any selector.
+
     Args:
       params: the tree of parameters (arrays or shapes).
       selectors: for example ``["mha", "fc1@0-5"]``; an empty list marks nothing.
@@ -111,7 +122,9 @@ def mask(params: Mapping, selectors: str | Iterable[str]) -> trees.Tree:
     parsed = parse(selectors)
     for selector in parsed:
         _check_matches(selector, places.values())
-    return trees.unflatten({path: any(s.selects(place) for s in parsed) for path, place in places.items()})
+    return trees.unflatten(
+        {path: any(s.selects(place) for s in parsed) and not is_fixed(path) for path, place in places.items()}
+    )
 
 
 def _check_matches(selector: Selector, places: Iterable[Place]):

@@ -19,7 +19,7 @@ AXES = ("data", "fsdp")
 
 # The first pattern that matches a whole path decides. The wide axis of a kernel is the one that is divided.
 RULES = (
-    (r"(.+/)?(qkv|fc1)/kernel", P(None, "fsdp")),
+    (r"(.+/)?(qkv|gate|fc1)/kernel", P(None, "fsdp")),
     (r"(.+/)?(out|fc2)/kernel", P("fsdp", None)),
     (r".*", P()),
 )

@@ -3,6 +3,8 @@
 Example:
   python -m vitplast_jax.train --config configs/quickstart.py --workdir runs/quickstart --config.trainable=mha,fc1@0-2
 
+--config.trainable=auto measures the plasticity first and trains what it recommends under config.budget.{params,flops}.
+
 The same command continues a run that was stopped; SIGTERM lets it save at the next step and exit with status 143. The
 folder then holds config.json, metrics.jsonl, results.json, the curves as a PNG, and checkpoints/ (latest and best).
 """
@@ -21,10 +23,28 @@ def main(flags):
     from vitplast_jax.training import processes
 
     processes.join(flags)
+    config, chosen = flags.config, None
+    if "auto" in config.trainable:
+        config, chosen = choose(config, flags.workdir, flags.overwrite)
+
     from vitplast_jax.training.loop import train_and_evaluate
 
-    results = train_and_evaluate(flags.config, flags.workdir, overwrite=flags.overwrite)
+    results = train_and_evaluate(config, flags.workdir, overwrite=flags.overwrite, chosen=chosen)
     report(results, flags.workdir)
+
+
+def choose(config, workdir, overwrite: bool):
+    """Measures and says what to train, once a run -> (config that names it, record of the choice)."""
+    import jax
+
+    from vitplast_jax.plasticity import experiments
+    from vitplast_jax.reports import plasticity
+
+    config, chosen, result = experiments.resolve_auto(config, workdir, overwrite)
+    if result is not None and jax.process_index() == 0:
+        print(plasticity.describe(result))
+        plasticity.save(result, workdir)
+    return config, chosen
 
 
 def report(results: dict, workdir) -> None:

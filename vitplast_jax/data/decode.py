@@ -22,13 +22,14 @@ import os
 import numpy as np
 from PIL import Image, ImageOps
 
-from vitplast_jax.data import preprocess
+from vitplast_jax.data import preprocess, records
 from vitplast_jax.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif")
 FORMATS = ("JPEG", "MPO", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF")
 MAX_PIXELS = 89_478_485  # where Pillow starts to warn of a decompression bomb
 POLICIES = ("fail", "skip")
+ORIENTATION = 0x0112  # EXIF
 _RESAMPLE = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
@@ -64,12 +65,14 @@ def decode_file(path: str | os.PathLike, index: int | None = None) -> np.ndarray
 
 
 def open_image(path: str | os.PathLike, index: int | None = None) -> Image.Image:
-    """Decodes an image file to a Pillow image of mode RGB, upright."""
+    """Decodes an image file (a path, or records.Packed) to a Pillow image of mode RGB, upright."""
     try:
-        with Image.open(path, formats=_formats()) as image:
+        with records.open_binary(path) as file, Image.open(file, formats=_formats()) as image:
             _refuse_too_large(image)
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            upright = _to_rgb(ImageOps.exif_transpose(image))
+        scale = getattr(path, "scale", 1)
+        return upright if scale == 1 else upright.point(lambda value: value * scale)
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error and more
         raise UserError(f"{path}{'' if index is None else f' (example {index})'}: {_reason(path, error)}") from None
 
@@ -81,7 +84,7 @@ def _reason(path, error):
         return "is a folder, expected an image file"
     if isinstance(error, PermissionError):
         return "may not be read (permissions)"
-    if os.path.isfile(path) and not os.path.getsize(path):
+    if records.size_of(path) == 0:
         return "is empty (0 bytes)"
     if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
         return f"has more than {MAX_PIXELS} pixels"
@@ -151,8 +154,23 @@ def check(source, unreadable: str = "fail", threads: int = 8):
         raise UserError(f"data.unreadable is {unreadable!r}, expected one of {', '.join(POLICIES)}")
     if source is None or source.files is None:
         return source
+    if source.sizes is None:
+        unseen = np.arange(len(source))
+        sizes = np.zeros((len(source), 3), np.int32)
+    else:  # looked at when it was prepared
+        sizes = source.sizes
+        unseen = np.flatnonzero(sizes[:, 0] == 0)
+        if not len(unseen):
+            return source
+    faults: list[str | None] = [None] * len(source)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        faults = list(pool.map(_fault, source.files, range(len(source))))
+        looked = pool.map(look, (source.files[index] for index in unseen), unseen.tolist())
+        for index, found in zip(unseen, looked, strict=True):
+            if isinstance(found, str):
+                faults[index] = found
+            else:
+                sizes[index] = found
+    source = dataclasses.replace(source, sizes=sizes)
     bad = [fault for fault in faults if fault]
     if not bad:
         return source
@@ -170,13 +188,19 @@ def check(source, unreadable: str = "fail", threads: int = 8):
     return dataclasses.replace(source.take(kept), skipped=(*source.skipped, *bad))
 
 
-def _fault(path, index):
-    """None, or the one line that says what is wrong with a file."""
+def look(path, index: int) -> tuple[int, int, int] | str:
+    """(height, width, channels) of an upright image, or the one line that says what is wrong with the file.
+
+    Channels are 1 for 8-bit grey without transparency, else 3.
+    """
     try:
-        with open(path, "rb") as file, Image.open(file, formats=_formats()) as image:
+        with records.open_binary(path) as file, Image.open(file, formats=_formats()) as image:
             _refuse_too_large(image)
-            kind, mode = image.format, image.mode
-            file.seek(max(os.path.getsize(path) - 32, 0))
+            kind, mode, size = image.format, image.mode, image.size
+            grey = mode in ("L", "1") and not image.has_transparency_data
+            if (kind != "PNG" or "exif" in image.info) and image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8):
+                size = size[::-1]  # (a PNG without it would be decoded to look for it)
+            file.seek(max(file.seek(0, os.SEEK_END) - 32, 0))
             end = file.read()
             if kind == "PNG":
                 file.seek(0)
@@ -184,10 +208,9 @@ def _fault(path, index):
     except Exception as error:  # as in open_image
         return f"{path} (example {index}): {_reason(path, error)}"
     whole = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND"}.get(kind)
-    if whole and whole in end and not mode.startswith(("I", "F")):
-        return None
-    try:
-        open_image(path, index)
-    except UserError as error:
-        return str(error)
-    return None
+    if not (whole and whole in end and not mode.startswith(("I", "F"))):
+        try:
+            open_image(path, index)
+        except UserError as error:
+            return str(error)
+    return size[1], size[0], 1 if grey else 3

@@ -20,7 +20,7 @@ import itertools
 import jax
 import numpy as np
 
-from vitplast_jax.data import decode, preprocess
+from vitplast_jax.data import decode, memory, preprocess
 from vitplast_jax.errors import UserError
 
 PREFETCH = 2  # batches made ahead: one being copied, one being made
@@ -62,12 +62,12 @@ def train_batches(
 
     def image(indices, step, pool):
         if source.images is not None:
-            return source.read(indices)
+            return source.read(indices, pool)
         draws = itertools.repeat(None)
         if augmentation.crop_scale is not None:
             draws = _draw_crops(seed, step, places)
-        crop = functools.partial(_decode_cropped, size=size, augmentation=augmentation)
-        return np.stack(list(pool.map(crop, _files(source, indices), indices, draws)))
+        crop = functools.partial(_decode_cropped, source, size=size, augmentation=augmentation)
+        return np.stack(list(pool.map(crop, indices.tolist(), draws)))
 
     def make(step, pool):
         indices = np.fromiter((order[step * batch_size + place] for place in places.tolist()), np.int32, len(places))
@@ -94,10 +94,9 @@ def evaluation_batches(
 
     def image(indices, mask, pool):
         if source.images is not None:
-            return source.read(indices)
-        resize = functools.partial(_decode_for_evaluation, size=size, preprocessing=preprocessing)
-        real = indices[mask]
-        images = list(pool.map(resize, _files(source, real), real))
+            return source.read(indices, pool)
+        resize = functools.partial(_decode_for_evaluation, source, size=size, preprocessing=preprocessing)
+        images = list(pool.map(resize, indices[mask].tolist()))
         images += [np.zeros((*size, 3), np.uint8)] * (len(indices) - len(images))
         return np.stack(images)
 
@@ -110,12 +109,8 @@ def evaluation_batches(
     return _prefetch(make, range(-(-len(source) // batch_size)), threads)
 
 
-def _files(source, indices):
-    return [source.files[index] for index in indices]
-
-
-def _decode_cropped(path, index, draws, size, augmentation):
-    image = decode.open_image(path, index)
+def _decode_cropped(source, index, draws, size, augmentation):
+    image = memory.open_example(source, index)
     box = (0, 0, image.height, image.width)
     if draws is not None:
         scale, ratio = augmentation.crop_scale, augmentation.crop_ratio
@@ -123,8 +118,8 @@ def _decode_cropped(path, index, draws, size, augmentation):
     return decode.crop_and_resize(image, box, size, augmentation.interpolation)
 
 
-def _decode_for_evaluation(path, index, size, preprocessing):
-    return decode.host_resize_for_evaluation(decode.open_image(path, index), size, preprocessing)
+def _decode_for_evaluation(source, index, size, preprocessing):
+    return decode.host_resize_for_evaluation(memory.open_example(source, index), size, preprocessing)
 
 
 def _draw_crops(seed, step, places):

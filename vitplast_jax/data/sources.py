@@ -1,6 +1,7 @@
 """Which examples are there? `load(name, path, split)` -> a Source: images (or files), labels, class names, fingerprint.
 
-In: the name of a kind of source (digits, fashion_mnist, idx, npz, folder) and where it lies. Out: one split of it.
+In: the name of a kind of source (digits, fashion_mnist, idx, npz, folder, table, parquet, tar, tfds), or of a benchmark
+(`data/protocols.py`), and where it lies. Out: one split of it.
 Splits depend on `split_seed` alone, never on the seed of a run, so every run of a grid sees the same examples.
 
 How a split is made where the data brings none: numpy's RandomState(split_seed) permutes the examples, the first part
@@ -11,12 +12,16 @@ stays, the last `share` is held out, and both lists of indices are sorted (ORACL
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from vitplast_jax.data import records
 from vitplast_jax.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -33,8 +38,11 @@ class Source:
     labels: np.ndarray  # int32 [n]
     class_names: tuple[str, ...]
     ids: tuple[str, ...]  # stable names of the examples, independent of where the data lies
-    images: np.ndarray | None = None  # uint8 [n, h, w, c], c 1 or 3
-    files: tuple[str, ...] | None = None
+    images: Any = None  # uint8 [n, h, w, c], c 1 or 3: an array, or memory.Decoded
+    files: tuple[Any, ...] | None = None  # paths, or records.Packed
+    sizes: np.ndarray | None = None  # int32 [n, 3]: height, width, channels of each file; zeros where it is unreadable
+    task: Mapping[str, Any] | None = None  # the benchmark's own words for results (protocols.Task.describe)
+    kept: dict[int, np.ndarray] | None = None  # decoded images, by index, that stay in memory (memory.py)
     skipped: tuple[str, ...] = ()  # files left out because they cannot be read (policy "skip"), with the reason
     ignored: tuple[str, ...] = ()  # files that are no images by their suffix
     notes: tuple[str, ...] = ()  # what the user should know before a run
@@ -47,12 +55,12 @@ class Source:
         for part in (self.ids, self.class_names):
             digest.update(json.dumps(part).encode())
         digest.update(np.ascontiguousarray(self.labels, "<i4").tobytes())
-        if self.images is not None:
+        files = getattr(self.images, "files", self.files)
+        if files is not None:  # sizes show that files were encoded anew; their bytes are not read for it
+            digest.update(json.dumps([records.size_of(file) for file in files]).encode())
+        else:
             digest.update(repr(self.images.shape).encode())
             digest.update(np.ascontiguousarray(self.images))
-        if self.files is not None:  # sizes show that files were encoded anew; their bytes are not read for it
-            sizes = [os.path.getsize(file) if os.path.exists(file) else None for file in self.files]
-            digest.update(json.dumps(sizes).encode())
         object.__setattr__(self, "fingerprint", digest.hexdigest())
 
     def __len__(self) -> int:
@@ -62,11 +70,11 @@ class Source:
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    def read(self, indices) -> np.ndarray:
-        """The images at `indices`, uint8 [b, h, w, c]; for fixed-size sets only."""
+    def read(self, indices, pool=None) -> np.ndarray:
+        """The images at `indices`, uint8 [b, h, w, c]; for fixed-size sets only. Threads of `pool` may decode."""
         if self.images is None:
             raise TypeError(f"{self.name} has images of different sizes; read them through the pipeline")
-        return self.images[indices]
+        return self.images[indices] if isinstance(self.images, np.ndarray) else self.images.read(indices, pool)
 
     def take(self, indices) -> Source:
         """The same split restricted to `indices`, in their order."""
@@ -74,9 +82,15 @@ class Source:
             self,
             labels=self.labels[indices],
             ids=tuple(self.ids[i] for i in indices),
-            images=None if self.images is None else self.images[indices],
+            images=self.images.take(indices) if hasattr(self.images, "files") else _rows(self.images, indices),
             files=None if self.files is None else tuple(self.files[i] for i in indices),
+            sizes=_rows(self.sizes, indices),
+            kept=None if self.kept is None else {},
         )
+
+
+def _rows(array, indices):
+    return None if array is None else array[indices]
 
 
 def load(
@@ -85,7 +99,8 @@ def load(
     """Loads one split of a source.
 
     Args:
-      name: digits, fashion_mnist, idx, npz or folder.
+      name: digits, digits_cluttered, fashion_mnist, idx, npz, folder, table, parquet, tar, tfds, or a benchmark of
+        `data/protocols.py`.
       path: where it lies; digits need none, fashion_mnist has a default.
       split: train, validation or test.
       validation: share of the training examples held out as validation where the data brings no such split; 0 for none.
@@ -94,17 +109,26 @@ def load(
     Returns:
       The split, or None where there is none (validation=0, or a set with its own splits that lacks this one).
     """
-    from vitplast_jax.data import arrays, folder  # which import this module
+    from vitplast_jax.data import arrays, clutter, folder, prepared, protocols, tables  # which import this module
 
     loaders = {
         "digits": arrays.load_digits,
+        "digits_cluttered": clutter.load,
         "fashion_mnist": arrays.load_idx,
         "folder": folder.load_folder,
         "idx": arrays.load_idx,
         "npz": arrays.load_npz,
+        "parquet": tables.load_parquet,
+        "table": tables.load_table,
+        "tar": tables.load_tar,
+        "tfds": prepared.load_prepared,
     }
     if name not in loaders:
-        raise UserError(f"data.name is {name!r}, expected one of {', '.join(loaders)}")
+        if name not in protocols.TASKS and "/" not in name:
+            near = difflib.get_close_matches(name, protocols.TASKS, 1)
+            more = f", or a benchmark such as {near[0] if near else 'cifar10 or vtab/dtd'}"
+            raise UserError(f"data.name is {name!r}, expected one of {', '.join(loaders)}{more}")
+        loaders[protocols.task(name).name] = prepared.load_prepared
     if split not in SPLITS:
         raise UserError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
     if not 0 <= validation < 1:

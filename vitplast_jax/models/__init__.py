@@ -12,12 +12,16 @@ from flax import nnx
 
 from vitplast_jax import trees
 from vitplast_jax.errors import UserError
-from vitplast_jax.models import specs, vit
-from vitplast_jax.models.specs import Preprocessing, ViTSpec
+from vitplast_jax.models import gpt2, specs, vit
+from vitplast_jax.models.gpt2 import GPT2
+from vitplast_jax.models.specs import GPT2Spec, Preprocessing, Spec, ViTSpec
 from vitplast_jax.models.vit import ViT
 
 __all__ = [
+    "GPT2",
+    "GPT2Spec",
     "Preprocessing",
+    "Spec",
     "ViT",
     "ViTSpec",
     "abstract_parameters",
@@ -31,29 +35,42 @@ __all__ = [
 ]
 
 
+_CLASSES = {ViTSpec: vit.ViT, GPT2Spec: gpt2.GPT2}
+
+
 @functools.lru_cache(maxsize=16)
-def _abstract(spec: ViTSpec):
-    graph, state = nnx.split(nnx.eval_shape(lambda: vit.ViT(spec)))
+def _abstract(spec: Spec, slots=None):
+    def make():
+        model = _CLASSES[type(spec)](spec)
+        if slots is not None:
+            slots.fill(model)
+        return model
+
+    graph, state = nnx.split(nnx.eval_shape(make))
     return graph, nnx.to_pure_dict(state)
 
 
-def structure(spec: ViTSpec):
-    """The static part of a model: hashable, holds no arrays."""
-    return _abstract(spec)[0]
+def structure(spec: Spec, slots=None):
+    """The static part of a model: hashable, holds no arrays. ``slots``: as of :func:`build`."""
+    return _abstract(spec, slots)[0]
 
 
-def abstract_parameters(spec: ViTSpec) -> trees.Tree:
-    """The tree of parameters as ``jax.ShapeDtypeStruct``; takes no memory."""
-    return trees.map_paths(lambda _, leaf: leaf, _abstract(spec)[1])
+def abstract_parameters(spec: Spec, slots=None) -> trees.Tree:
+    """The tree of parameters as ``jax.ShapeDtypeStruct``; takes no memory. ``slots``: as of :func:`build`."""
+    return trees.map_paths(lambda _, leaf: leaf, _abstract(spec, slots)[1])
 
 
-def build(spec: ViTSpec, params: Mapping) -> ViT:
+def build(spec: Spec, params: Mapping, slots=None) -> ViT | GPT2:
     """A model of this structure with these parameters.
 
+    Args:
+      spec: structure of the base model.
+      params: all parameters, those in the slots too.
+      slots: None, or hashable settings (``peft.Settings``) whose ``fill(model)`` fills a model's slots.
     Raises:
       UserError: paths or shapes differ from the structure's; up to five are listed.
     """
-    expected, given = trees.flatten(_abstract(spec)[1]), trees.flatten(params)
+    expected, given = trees.flatten(_abstract(spec, slots)[1]), trees.flatten(params)
     problems = [f"{path} is missing" for path in expected if path not in given]
     problems += [f"{path} is not in the model" for path in given if path not in expected]
     problems += [
@@ -64,22 +81,22 @@ def build(spec: ViTSpec, params: Mapping) -> ViT:
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UserError(f"parameters do not fit {spec.name}: " + "; ".join(problems[:5]) + more)
-    return nnx.merge(structure(spec), params)
+    return nnx.merge(structure(spec, slots), params)
 
 
-def create_model(name: str | ViTSpec, num_classes=None, img_size=None, seed: int = 0, **overrides) -> ViT:
+def create_model(name: str | Spec, num_classes=None, img_size=None, seed: int = 0, **overrides) -> ViT | GPT2:
     """A freshly initialised model.
 
     Args:
-      name: a timm name such as "vit_base_patch16_224", or a :class:`ViTSpec`.
+      name: a name such as "vit_base_patch16_224", "facebook/dinov2-base" or "gpt2" (see models/names.py), or a spec.
       num_classes: outputs of the head; 0 for no head (the model then returns pooled features).
       img_size: side or (height, width), if not the name's.
       seed: decides every parameter; the head's values depend on (seed, classes, width) alone.
-      **overrides: further fields of :class:`ViTSpec`.
+      **overrides: further fields of the spec.
     Raises:
       UserError: no such name, or sizes that do not fit each other.
     """
-    if isinstance(name, ViTSpec):
+    if isinstance(name, Spec):
         fields = {
             key: value for key, value in (("num_classes", num_classes), ("img_size", img_size)) if value is not None
         }
@@ -89,7 +106,7 @@ def create_model(name: str | ViTSpec, num_classes=None, img_size=None, seed: int
     return build(spec, jax.tree.map(jnp.asarray, initial_parameters(spec, seed)))
 
 
-def initial_parameters(spec: ViTSpec, seed: int) -> trees.Tree:
+def initial_parameters(spec: Spec, seed: int) -> trees.Tree:
     """Freshly drawn parameters of every path of the model."""
     return vit.initial_parameters(spec, abstract_parameters(spec), seed)
 
@@ -115,7 +132,7 @@ def apply(static, trainable: Mapping, frozen: Mapping, images: jax.Array, key=No
 
     Args:
       static, trainable, frozen: from :func:`split`; ``frozen`` may have another dtype (bfloat16) than ``trainable``.
-      images: [b, height, width, c], normalised, in the dtype to compute in.
+      images: [b, height, width, c], normalised, in the dtype to compute in (of GPT-2 words [b, n]).
       key: None, one key, or a key for each example: dropout and drop-path.
       **options: of the model's ``__call__`` (``intermediates``, ``remat``).
     """

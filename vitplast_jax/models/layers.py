@@ -3,15 +3,20 @@
 In and out: token tensors [b, n, d]. The compute dtype is the dtype of the tokens: parameters are cast to it where they
 are used, while LayerNorm and the softmax work in float32. Each layer can be called alone.
 
-A slot is empty (None) or a module with ``__call__(x, kernel, bias) -> y`` and ``merged(kernel, bias) ->
-(kernel, bias)``;
-parameter-efficient methods sit there, and the paths of the base parameters stay as they are.
+A slot is empty (None) or a module with ``__call__(x, kernel, bias, keys=None) -> y`` (keys, one an example, where
+something is drawn) and ``merged(kernel, bias) -> (kernel, bias)``; parameter-efficient methods sit there, and the paths
+of the base parameters stay as they are.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
+
+from vitplast_jax.models.specs import Rope
 
 # Where a random draw happens is part of its key: fold_in(example's key, place). Places below 16 belong to the data.
 FIRST_PLACE = 16
@@ -58,17 +63,30 @@ product.defvjp(_product_forward, _product_backward)
 
 
 class Linear(nnx.Module):
-    """``y = x @ kernel + bias``, kernel [d_in, d_out]."""
+    """``y = x @ kernel + bias``, kernel [d_in, d_out].
 
-    def __init__(self, d_in: int, d_out: int, use_bias: bool = True):
+    ``bias_mask``: a 0 or 1 for each of as many equal parts of the bias; the parts at 0 are not used (and get no
+    gradient).
+    """
+
+    def __init__(self, d_in: int, d_out: int, use_bias: bool = True, bias_mask: tuple[int, ...] | None = None):
         self.kernel = nnx.Param(jnp.zeros((d_in, d_out)))
         self.bias = nnx.Param(jnp.zeros((d_out,))) if use_bias else nnx.data(None)
+        self.bias_mask = bias_mask
         self.slot = nnx.data(None)
 
-    def __call__(self, x):
-        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+    def used_bias(self):
+        """The bias [d_out] without its masked parts; None where there is none."""
+        bias = None if self.bias is None else self.bias[...]
+        if bias is None or self.bias_mask is None:
+            return bias
+        return jnp.where(np.repeat(self.bias_mask, len(bias) // len(self.bias_mask)), bias, jnp.zeros((), bias.dtype))
+
+    def __call__(self, x, keys=None):
+        kernel, bias = self.kernel[...], self.used_bias()
         if self.slot is not None:
-            return self.slot(x, kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype))
+            kernel, bias = kernel.astype(x.dtype), None if bias is None else bias.astype(x.dtype)
+            return self.slot(x, kernel, bias) if keys is None else self.slot(x, kernel, bias, keys)
         return product(x, kernel, bias)
 
 
@@ -102,74 +120,146 @@ class LayerScale(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Multi-head self-attention with its output projection; the fused kernel's columns are q | k | v, head-major."""
+    """Multi-head self-attention with its output projection; the fused kernel's columns are q | k | v, head-major.
 
-    def __init__(self, d: int, heads: int, qkv_bias: bool = True):
-        self.heads = heads
-        self.qkv = Linear(d, 3 * d, qkv_bias)
+    Args:
+      key_bias: False leaves the keys' third of the bias unused.
+      causal: a token sees those before it and itself (GPT-2).
+      rope, grid: rotary positions of the last ``grid[0] * grid[1]`` tokens, the patches; tokens before are not turned.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        heads: int,
+        qkv_bias: bool = True,
+        *,
+        key_bias: bool = True,
+        causal: bool = False,
+        rope: Rope | None = None,
+        grid: tuple[int, int] | None = None,
+    ):
+        self.heads, self.causal, self.rope, self.grid = heads, causal, rope, grid
+        self.qkv = Linear(d, 3 * d, qkv_bias, None if key_bias else (1, 0, 1))
         self.out = Linear(d, d)
 
-    def project(self, x):
+    def project(self, x, keys=None):
         """Queries, keys and values of tokens [..., n, d]: three of [..., n, h, k]."""
         if self.qkv.slot is not None:
-            parts = jnp.split(self.qkv(x), 3, axis=-1)
+            parts = jnp.split(self.qkv(x, keys), 3, axis=-1)
         else:
             # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
             kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
-            biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.bias[...], 3)
+            biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.used_bias(), 3)
             parts = [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
         return [rearrange(part, "... n (h k) -> ... n h k", h=self.heads) for part in parts]
 
-    def __call__(self, x):
-        q, k, v = self.project(x)
+    def __call__(self, x, keys=None):
+        q, k, v = self.project(x, keys)
+        if self.rope is not None:
+            q, k = (turn_patches(part, *rope_table(self.rope, self.grid, part.shape[-1])) for part in (q, k))
         # Products accumulate in float32; scores are kept in the dtype of computation, which halves what moves, and the
         # softmax works on them in float32.
         scores = jnp.einsum("...nhk,...mhk->...hnm", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
+        if self.causal:
+            scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
-        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"))
+        return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
+
+
+@functools.lru_cache(maxsize=8)
+def rope_table(rope: Rope, grid: tuple[int, int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine [grid patches, k] float32 of every patch and channel of a head of width k; see :class:`Rope`."""
+    dtype = np.dtype(rope.dtype)
+    periods = np.asarray(rope.theta, np.float32) ** (np.arange(k // 4, dtype=np.float32) * np.float32(4 / k))
+    periods = periods.astype(rope.periods).astype(dtype)
+    middles = [
+        (2 * ((np.arange(side) + 0.5).astype(dtype) / np.asarray(side, dtype)) - np.asarray(1, dtype)) for side in grid
+    ]
+    places = np.stack(np.meshgrid(*middles, indexing="ij"), -1).reshape(-1, 2, 1)
+    angles = (np.asarray(2 * np.pi, dtype) * places / periods).reshape(len(places), k // 2).astype(dtype)
+    return tuple(np.tile(turn(angles).astype(np.float32), (1, 2)) for turn in (np.cos, np.sin))
+
+
+def turn_patches(x, cosine, sine):
+    """Rotary positions for the last tokens of x [..., n, h, k], as many as the tables [patches, k] have; in float32."""
+    before, patches = x[..., : -len(sine), :, :], x[..., -len(sine) :, :, :].astype(jnp.float32)
+    first, second = jnp.split(patches, 2, axis=-1)
+    turned = patches * cosine[:, None] + jnp.concatenate([-second, first], -1) * sine[:, None]
+    return jnp.concatenate([before, turned.astype(x.dtype)], axis=-3)
 
 
 class Mlp(nnx.Module):
-    """``fc2(gelu(fc1(x)))``; ``gelu`` is "erf" (timm, HF) or "tanh" (the original JAX code, GPT-2)."""
+    """``fc2(gelu(fc1(x)))``, or SwiGLU (arXiv 2002.05202): ``fc2(silu(gate(x)) * fc1(x))``.
 
-    def __init__(self, d: int, hidden: int, gelu: str):
+    ``gelu`` is "erf" (timm, HF) or "tanh" (the original JAX code, GPT-2).
+    """
+
+    def __init__(self, d: int, hidden: int, gelu: str, gated: bool = False):
+        self.gate = Linear(d, hidden) if gated else nnx.data(None)
         self.fc1 = Linear(d, hidden)
         self.fc2 = Linear(hidden, d)
         self.gelu = gelu
 
-    def activate(self, x):
-        return jax.nn.gelu(x, approximate=self.gelu == "tanh")
+    def activate(self, fc1, x=None):
+        """What fc2 receives, from fc1's output and (for the gate) the input of the whole."""
+        if self.gate is not None:
+            return jax.nn.silu(self.gate(x)) * fc1
+        return jax.nn.gelu(fc1, approximate=self.gelu == "tanh")
 
     def __call__(self, x):
-        return self.fc2(self.activate(self.fc1(x)))
+        return self.fc2(self.activate(self.fc1(x), x))
 
 
 class Block(nnx.Module):
-    """A pre-norm Transformer block: ``x += ls1(mha(ln1(x)))``, then ``x += ls2(fc2(gelu(fc1(ln2(x)))))``."""
+    """A pre-norm Transformer block: ``x += ls1(mha(ln1(x)))``, then ``x += ls2(mlp(ln2(x)))``.
+
+    ``attention``: further arguments of :class:`Attention`.
+    """
 
     def __init__(
-        self, index: int, d: int, hidden: int, heads: int, *, qkv_bias, gelu, eps, layer_scale, drop, drop_path
+        self,
+        index: int,
+        d: int,
+        hidden: int,
+        heads: int,
+        *,
+        gelu,
+        eps,
+        drop,
+        drop_path,
+        layer_scale=None,
+        gated=False,
+        **attention,
     ):
         self.norm1 = LayerNorm(d, eps)
-        self.attn = Attention(d, heads, qkv_bias)
+        self.attn = Attention(d, heads, **attention)
         self.ls1 = nnx.data(None) if layer_scale is None else LayerScale(d, layer_scale)
         self.norm2 = LayerNorm(d, eps)
-        self.mlp = Mlp(d, hidden, gelu)
+        self.mlp = Mlp(d, hidden, gelu, gated)
         self.ls2 = nnx.data(None) if layer_scale is None else LayerScale(d, layer_scale)
+        self.prompt, self.adapter_mha, self.adapter_ffn = nnx.data(None), nnx.data(None), nnx.data(None)  # slots
         self.drop, self.drop_path = drop, drop_path
         self.first_place = FIRST_PLACE + _PLACES_PER_BLOCK * (1 + index)
 
     def __call__(self, x, keys=None, intermediates: bool = False):
         """Returns y, or (y, out) with every component's output; ``keys`` [b] switch dropout and drop-path on."""
+        if self.prompt is not None:
+            x = self.prompt(x, keys)
         norm1 = self.norm1(x)
-        mha = self.attn(norm1)
+        adapter = self.adapter_mha
+        mha = self.attn(norm1 if adapter is None else adapter.before(norm1, keys), keys)
+        mha = mha if adapter is None else adapter.after(norm1, mha, keys)
         branch = mha if self.ls1 is None else self.ls1(mha)
         mid = x + self._dropped_path(self._dropped(branch, keys, 0), keys, 1)
         norm2 = self.norm2(mid)
-        fc1 = self.mlp.fc1(norm2)
-        act = self._dropped(self.mlp.activate(fc1), keys, 2)
-        fc2 = self.mlp.fc2(act)
+        adapter = self.adapter_ffn
+        received = norm2 if adapter is None else adapter.before(norm2, keys)
+        fc1 = self.mlp.fc1(received, keys)
+        act = self._dropped(self.mlp.activate(fc1, received), keys, 2)
+        fc2 = self.mlp.fc2(act, keys)
+        fc2 = fc2 if adapter is None else adapter.after(norm2, fc2, keys)
         branch = fc2 if self.ls2 is None else self.ls2(fc2)
         y = mid + self._dropped_path(self._dropped(branch, keys, 3), keys, 4)
         if not intermediates:
@@ -182,6 +272,30 @@ class Block(nnx.Module):
 
     def _dropped_path(self, x, keys, place):
         return dropout(x, keys, self.first_place + place, self.drop_path, shape=(1, 1))
+
+
+def drop_path_rates(spec) -> list[float]:
+    """Stochastic depth rises linearly from 0 at the first block to its full rate at the last."""
+    return [spec.drop_path_rate * index / max(spec.depth - 1, 1) for index in range(spec.depth)]
+
+
+def example_keys(key, count: int):
+    """A key for each of ``count`` examples: of one key, of as many as there are, or None of None."""
+    if key is None or key.ndim:
+        return key
+    return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
+
+
+def run_blocks(blocks, x, keys, intermediates: bool, remat: str):
+    """Returns (tokens after the last block, {"embedding": x, "blocks": what every component gave, if asked for})."""
+    out = {"embedding": x, "blocks": []}
+    for block in blocks:
+        if intermediates:
+            x, parts = block(x, keys, intermediates=True)
+            out["blocks"].append(parts)
+        else:
+            x = rematerialised(lambda x, block=block: block(x, keys), remat)(x)
+    return x, out
 
 
 def dropout(x, keys, place: int, rate: float, shape: tuple[int, ...] | None = None):

@@ -15,6 +15,9 @@ _FUNCTIONS = {
     "pairwise_distances": "rates",
     "matched_distances": "rates",
     "recommend": "select",
+    "choose": "select",
+    "measure_gradients": "gradients",
+    "step_flops": "costs",
 }
 
 __all__ = ["bounds", *_FUNCTIONS]

@@ -10,7 +10,8 @@ Out: for every block and component an upper bound of the plasticity, and the spe
 
 (arXiv 2602.06883.) The attention bound there assumes no query bias. With one, attention is that of the tokens [x, 1]:
 A_h gets the row b_q Wk_h^T / sqrt(d_h) and r^2 becomes r^2 + 1; without this the bound was seen broken 39-fold. The
-biases of k and v cancel. A bound that is not known is None, never a guess. NumPy in float64: nothing imports jax here.
+biases of k and v cancel. FC1 of a gated MLP is its up projection. No bound is known for attention with rotary
+positions, a causal mask or normalised queries and keys: it is None, never a guess. NumPy in float64.
 """
 
 import math
@@ -84,6 +85,18 @@ def attention_bound(attention: Mapping, heads: int, tokens: int, radius: float |
     return total
 
 
+def why_unbounded(attention) -> str | None:
+    """Why no bound of this attention module is known, or None where it is."""
+    kinds = {
+        "rope": "rotary positions",
+        "causal": "a causal mask",
+        "q_norm": "normalised queries and keys",
+        "k_norm": "normalised queries and keys",
+    }
+    found = [words for name, words in kinds.items() if getattr(attention, name, None) not in (None, False)]
+    return f"no bound is known for attention with {' and '.join(dict.fromkeys(found))}" if found else None
+
+
 def bounds(model, *, sigma=None, radius=None, tokens: int | None = None, reference: bool = False) -> list[dict]:
     """Upper bounds of the plasticity of every block and component.
 
@@ -122,6 +135,8 @@ def bounds(model, *, sigma=None, radius=None, tokens: int | None = None, referen
                 else:
                     sigma_here = None if sigmas is None else float(sigmas[index, int(component == "ln2")])
                     bound = layer_norm_bound(scale, spec.eps, sigma_here)
+            elif component == "mha" and why_unbounded(model.blocks[index].attn):
+                bound = None
             elif component == "mha":
                 make = _reference_attention_bound if reference else attention_bound
                 bound = make(block["attn"], spec.heads, tokens, r)

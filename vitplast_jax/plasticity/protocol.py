@@ -51,6 +51,7 @@ def measure(
     mesh=None,
     folder=None,
     ratios: bool = False,
+    with_bounds: bool = True,
     progress: bool = False,
 ) -> dict:
     """Measures the plasticity of every component of every block, its bound, and what to train.
@@ -71,6 +72,7 @@ def measure(
       folder: keep the state there every few seconds; the same call then goes on after a kill, with the same numbers.
       ratios: also write every single ratio to `ratios.npz` in the folder: `ratios` [blocks, components, pairs] (all
         pairs: [..., x, y]) float32, NaN for equal images, and the indices of the images.
+      with_bounds: compute the bounds; of a few images they take longer than the measurement.
       progress: show a progress bar.
     Returns:
       The content of `plasticity.json`. What was not measured is None, `notes` says why. Intervals are 95 %; those of
@@ -141,8 +143,8 @@ def measure(
         "tokens": spec.tokens,
         "radius": float(found.radius.max()),
         "sigma": float(found.sigma.min()),
-        **summary.make_tables(model, params, found.by_block, found.overall, found.sigma, found.radius),
-        "notes": summary.make_notes(found.overall, protocol, pairing, *places),
+        **summary.make_tables(model, params, found, with_bounds),
+        "notes": summary.make_notes(model, found, protocol, with_bounds),
     }
     found.finish()
     return result

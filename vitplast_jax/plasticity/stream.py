@@ -5,6 +5,7 @@ the same measurement goes on with the identical numbers, and on request `ratios.
 """
 
 import hashlib
+import itertools
 import json
 import time
 import zipfile
@@ -20,6 +21,8 @@ from vitplast_jax.plasticity import rates
 from vitplast_jax.plasticity.bounds import COMPONENTS
 
 STATE, RATIOS = "measuring.npz", "ratios.npz"
+# Pairs of components (indices) whose means are compared on the same pairs of images.
+CONTRASTS = tuple(itertools.combinations(range(len(COMPONENTS)), 2))
 _RAW_RATIOS = ".ratios.npy"
 _SAVE_SECONDS = 10.0  # between two saves: what a kill may cost
 
@@ -40,12 +43,13 @@ class Stream:
         self.places, self.pairing = places, pairing
         sizes = tuple(len(side) for side in places)
 
-        def new_statistics():
+        def new_statistics(cells):
             if pairing == "all":
-                return rates.AllPairsStatistics((len(COMPONENTS),), *sizes)
-            return rates.RateStatistics((len(COMPONENTS),), reference=reference)
+                return rates.AllPairsStatistics((len(cells),), *sizes)
+            return rates.RateStatistics((len(cells),), reference=reference)
 
-        self.by_block, self.overall = [new_statistics() for _ in range(depth)], new_statistics()
+        self.by_block, self.overall = [new_statistics(COMPONENTS) for _ in range(depth)], new_statistics(COMPONENTS)
+        self.contrasts = new_statistics(CONTRASTS)
         self.sigma, self.radius = np.full((depth, 2), np.inf), np.zeros(depth)
         self.tiles = 0
         # One process writes; the others of a pod would have to find the same file, so only single processes resume.
@@ -67,7 +71,10 @@ class Stream:
             if self._ratios is not None:
                 where = tuple(slice(s, s + size) for s, size in zip(start, found.shape[1:], strict=False))
                 self._ratios[(index, slice(None), *where)] = found
-        self.overall.update(total / len(tile), shortest, *places)
+        means = total / len(tile)
+        self.overall.update(means, shortest, *places)
+        first, second = np.transpose(CONTRASTS)
+        self.contrasts.update(means[first] - means[second], np.minimum(shortest[first], shortest[second]), *places)
         self.tiles += 1
         if self.folder is not None and time.monotonic() - self._saved > _SAVE_SECONDS:
             self.save()
@@ -100,7 +107,8 @@ class Stream:
         (self.folder / STATE).unlink(missing_ok=True)
 
     def _statistics(self) -> dict[str, rates.RateStatistics]:
-        return {str(index): statistics for index, statistics in enumerate(self.by_block)} | {"overall": self.overall}
+        by_block = {str(index): statistics for index, statistics in enumerate(self.by_block)}
+        return by_block | {"overall": self.overall, "contrasts": self.contrasts}
 
     def _restore(self) -> None:
         if self.folder is None:

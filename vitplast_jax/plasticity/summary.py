@@ -10,30 +10,31 @@ import numpy as np
 
 from vitplast_jax import components, trees
 from vitplast_jax.plasticity import rates, select
-from vitplast_jax.plasticity.bounds import COMPONENTS, bounds
+from vitplast_jax.plasticity.bounds import COMPONENTS, bounds, why_unbounded
+from vitplast_jax.plasticity.stream import CONTRASTS
 
 
 def _number(value) -> float | None:
     return float(value) if value is not None and np.isfinite(value) else None
 
 
-def make_tables(model, params, by_block, overall, sigma, radius) -> dict:
-    """`rows`, `components` and `recommendation` of a plasticity result, from streamed statistics.
+def make_tables(model, params, stream, with_bounds: bool) -> dict:
+    """`rows`, `components` and `recommendation` of a plasticity result, from a finished stream.
 
-    Args:
-      by_block: statistics of shape [components] for each block; overall: those of the pairs' means over the blocks.
-      sigma: [blocks, 2] smallest token standard deviation at LN1 and LN2; radius: [blocks] largest token norm at MHA.
+    Without bounds their columns are None.
     """
+    by_block, overall = stream.by_block, stream.overall
     sizes: dict[tuple[int, str], int] = {}
     for path, leaf in trees.flatten(params).items():
         place = components.locate(path)
         sizes[place.block, place.component] = sizes.get((place.block, place.component), 0) + leaf.size
-    limits = {(row["block"], row["component"]): row for row in bounds(model, sigma=sigma, radius=radius)}
+    known = bounds(model, sigma=stream.sigma, radius=stream.radius) if with_bounds else ()
+    limits = {(row["block"], row["component"]): row for row in known}
     rows, entries = [], []
     for index, statistics in enumerate(by_block):
         low, high, std, quantiles = *statistics.interval(), statistics.std(), statistics.quantiles()
         for k, name in enumerate(COMPONENTS):
-            limit = limits[index, name]
+            limit = limits.get((index, name), {"bound": None, "spectral_norm": None})
             rows.append(
                 {
                     "block": index,
@@ -65,23 +66,49 @@ def make_tables(model, params, by_block, overall, sigma, radius) -> dict:
                 "parameters": sum(row["parameters"] for row in rows if row["component"] == name),
             }
         )
-    return {"rows": rows, "components": entries, "recommendation": select.recommend(entries)}
+    contrasts = _contrasts(stream)
+    return {
+        "rows": rows,
+        "components": entries,
+        "contrasts": contrasts,
+        "recommendation": select.recommend(entries, contrasts),
+    }
+
+
+def _contrasts(stream) -> list[dict]:
+    """Differences of two components' means over the blocks, with the interval over the same pairs of images."""
+    low, high = stream.contrasts.interval()
+    return [
+        {
+            "first": COMPONENTS[one],
+            "second": COMPONENTS[other],
+            "difference": float(stream.contrasts.mean[k]),
+            "low": _number(low[k]),
+            "high": _number(high[k]),
+        }
+        for k, (one, other) in enumerate(CONTRASTS)
+    ]
 
 
 def _mean(values) -> float | None:
     return None if None in values else float(np.mean(values))
 
 
-def make_notes(overall, protocol: str, pairing: str, places_x, places_y) -> dict[str, str]:
+def make_notes(model, stream, protocol: str, with_bounds: bool) -> dict[str, str]:
     """What a reader of the numbers must know, and why some of them are null."""
+    overall, (places_x, places_y) = stream.overall, stream.places
     notes = {
         "grad_norm": "null: loss gradients were not measured",
         "spectral_norm": "null for mha, which has no single matrix; max|gamma| for layer norms",
         "bound": "for inputs with the sigma and the radius (largest token norm) of these images",
     }
+    if not with_bounds:
+        notes["bound"] = notes["spectral_norm"] = "null: bounds were not computed"
+    if reason := why_unbounded(model.blocks[0].attn):
+        notes["mha_bound"] = f"null: {reason}"
     if overall.excluded.max():
         notes["excluded_pairs"] = f"{overall.excluded.max()} pairs of equal inputs have no rate and were left out"
-    if protocol == "reference" and pairing == "matched":
+    if protocol == "reference" and stream.pairing == "matched":
         notes["interval"] = "1.96 std / sqrt(pairs), as the paper's"
         used = min(len(np.unique(places_x)), len(np.unique(places_y)))
         if used < len(places_x):

@@ -179,6 +179,35 @@ def plot_plasticity(result: Mapping, png: str | os.PathLike) -> None:
     _draw(png, (13.5 if bounded else 9.5, 4.4), fill)
 
 
+def plot_gradients(result: Mapping, png: str | os.PathLike) -> None:
+    """Draws the loss gradients of a plasticity result against the plasticity, by component and block, on log axes.
+
+    Left: norm of the gradient by the parameters; right: by the input. Titles give Spearman's rank correlation.
+    """
+    gradients = result["gradients"]
+    means = {(row["block"], row["component"]): row["mean"] for row in result["rows"]}
+
+    def fill(figure):
+        axes = figure.subplots(1, 2)
+        for place, field, words in ((axes[0], "grad_norm", "parameters"), (axes[1], "input_grad_norm", "input")):
+            for name in [entry["component"] for entry in result["components"]]:
+                color, marker, _ = _style(name)
+                rows = [row for row in gradients["rows"] if row["component"] == name and row[field]]
+                x, y = [means[row["block"], name] for row in rows], [row[field] for row in rows]
+                place.scatter(x, y, color=color, marker=marker, s=34, label=name.upper(), alpha=0.85, linewidths=0)
+            found = gradients["agreement"][field]["spearman"]
+            shown = "not defined" if found["value"] is None else f"{found['value']:.2f}"
+            if found["low"] is not None:
+                shown += f" ({found['low']:.2f} to {found['high']:.2f})"
+            place.set(title=f"Gradient by the {words}\nrank correlation {shown}", xscale="log", yscale="log")
+            place.set(xlabel="plasticity (mean rate of change)", ylabel="norm of the loss gradient")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.suptitle(f"Plasticity and loss gradients of {result['model']}", fontsize=13, fontweight="bold")
+
+    _draw(png, (9.5, 4.8), fill)
+
+
 def _style(name: str):
     return COMPONENT_STYLE.get(name, (_GREY, "x", "-"))
 
@@ -235,6 +264,124 @@ def _plot_bounds(axes, rows):
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
+# --- sweeps and probes -----------------------------------------------------------------------------------------------
+
+_MARKERS = ("o", "s", "D", "v", "^", "P", "X", "*", "<", ">")
+_COLORS = (_RED, _BLUE, _GREEN, _SKY, _PURPLE, _ORANGE, _GREY)
+
+
+def _config_style(config: str, place: int):
+    """Colour, marker and line of a configuration: a component's own, else the next of the list."""
+    if config in COMPONENT_STYLE:
+        return COMPONENT_STYLE[config]
+    lines = ("-", "--", "-.", ":")
+    return _COLORS[-1 - place % len(_COLORS)], _MARKERS[-1 - place % len(_MARKERS)], lines[place % len(lines)]
+
+
+def plot_sweep(summary: Mapping, png: str | os.PathLike) -> None:
+    """Draws a sweep, a row a task: accuracy of each configuration, its learning rates, accuracy against plasticity.
+
+    Left: test accuracy of every seed at the chosen rate, mean and standard deviation. Middle, where the grid has
+    several learning rates: mean validation accuracy against the rate. Right, where plasticity was measured: test
+    accuracy against it, for components trained alone.
+    """
+    groups, cells = summary["groups"], summary["cells"]
+    tasks = list(dict.fromkeys(group["task"] for group in groups))
+    rates = len({cell.get("learning_rate") for cell in cells}) > 1
+    measured = any(group["plasticity"] is not None for group in groups)
+    panels = [_plot_accuracies] + [_plot_rates] * rates + [_plot_agreement] * measured
+
+    def fill(figure):
+        grid = figure.subplots(len(tasks), len(panels), squeeze=False)
+        for task, row in zip(tasks, grid, strict=True):
+            own = [group for group in groups if group["task"] == task]
+            for panel, axes in zip(panels, row, strict=True):
+                panel(axes, own, cells)
+            row[0].set_title(f"{task}: test accuracy (%)" if len(tasks) > 1 else "Test accuracy (%)")
+
+    _draw(png, (4.6 * len(panels), 0.6 + 3.5 * len(tasks)), fill, **{"text.parse_math": False})
+
+
+def _cells_of(group: Mapping, cells: Sequence[Mapping]) -> list[Mapping]:
+    """The finished runs of a configuration on a task, at every learning rate."""
+    keys = [key for key in group if key in cells[0] and ("." in key or key not in _OF_A_RUN)]
+    return [cell for cell in cells if cell["state"] == "finished" and all(cell[key] == group[key] for key in keys)]
+
+
+# columns that a run and its group both have, but which do not say which group it is
+_OF_A_RUN = ("learning_rate", "seconds", "parameters", "grad_norm")
+
+
+def _plot_accuracies(axes, groups, cells):
+    for place, group in enumerate(groups):
+        color, marker, _ = _config_style(group["config"], place)
+        runs = [c for c in _cells_of(group, cells) if c.get("learning_rate") in (None, group["learning_rate"])]
+        seeds = [100 * cell["test_accuracy"] for cell in runs if cell["test_accuracy"] is not None]
+        axes.scatter([place + 0.18] * len(seeds), seeds, s=14, color=_GREY, alpha=0.7, linewidths=0)
+        error = None if group["std"] is None else [100 * group["std"]]
+        axes.errorbar(
+            [place - 0.08], [100 * group["accuracy"]], yerr=error, color=color, marker=marker, markersize=8, capsize=4
+        )
+    long = max(len(group["config"]) for group in groups) > 5
+    names = [group["config"] for group in groups]
+    axes.set_xticks(range(len(groups)), names, rotation=30 if long else 0, ha="right" if long else "center")
+    axes.grid(False, axis="x")
+    axes.margins(x=0.08)
+
+
+def _plot_rates(axes, groups, cells):
+    for place, group in enumerate(groups):
+        color, marker, line = _config_style(group["config"], place)
+        by_rate: dict[float, list] = {}
+        for cell in _cells_of(group, cells):
+            if cell["validation_accuracy"] is not None:
+                by_rate.setdefault(cell["learning_rate"], []).append(100 * cell["validation_accuracy"])
+        rates = sorted(by_rate)
+        means = [np.mean(by_rate[rate]) for rate in rates]
+        axes.plot(rates, means, color=color, marker=marker, linestyle=line, markersize=6, label=group["config"])
+    axes.set_xscale("log")
+    axes.set(title="Validation accuracy (%)", xlabel="learning rate")
+    axes.legend(ncols=2, fontsize=9, handlelength=3)
+
+
+def _plot_agreement(axes, groups, cells):
+    for place, group in enumerate(groups):
+        if group["plasticity"] is not None:
+            color, marker, _ = _config_style(group["config"], place)
+            at = (group["plasticity"], 100 * group["accuracy"])
+            axes.plot(*at, color=color, marker=marker, markersize=9, linestyle="none")
+            axes.annotate(group["config"], at, xytext=(7, 4), textcoords="offset points")
+    axes.set(title="Accuracy (%) against plasticity", xlabel="plasticity of the component")
+    axes.margins(0.15)
+
+
+def plot_probe(result: Mapping, png: str | os.PathLike) -> None:
+    """Draws a linear probe: accuracy after each component over depth, a panel a pooling.
+
+    The paper's own place (last block's output, mean over tokens) is the last point of the line "block".
+    """
+    rows = result["rows"]
+    split = "test" if rows[0]["test"] is not None else "validation"
+    poolings = list(dict.fromkeys(row["pooling"] for row in rows))
+
+    def fill(figure):
+        panels = figure.subplots(1, len(poolings), sharey=True, squeeze=False)[0]
+        for pooling, axes in zip(poolings, panels, strict=True):
+            for place, name in enumerate(dict.fromkeys(row["component"] for row in rows)):
+                own = [row for row in rows if (row["component"], row["pooling"]) == (name, pooling)]
+                color, marker, line = _config_style(name, place)
+                values = [100 * row[split] for row in own]
+                blocks = [row["block"] for row in own]
+                axes.plot(blocks, values, color=color, marker=marker, linestyle=line, markersize=6, label=name)
+            pooled = "mean over tokens" if pooling == "mean" else "class token"
+            axes.set(title=pooled, xlabel="block", ylabel=f"{split} accuracy (%)")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, handlelength=3)
+        figure.suptitle(f"Linear probe of {result['model']} on {result['protocol']['data']}", fontweight="bold")
+
+    _draw(png, (5.2 * len(poolings), 4.4), fill, **{"text.parse_math": False})
+
+
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -281,3 +428,25 @@ def plot_confusion(matrix, class_names: Sequence[str], png: str | os.PathLike, t
         figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the true class")
 
     _draw(png, (side + 0.8, side), fill, **{"text.parse_math": False})
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+
+def plot_angles(angles: Mapping[str, np.ndarray], png: str | os.PathLike, title: str = "") -> None:
+    """Draws how angles (degrees) between rows or columns of matrices are spread, one line for each name."""
+    styles = [(_BLUE, "-"), (_RED, "--"), (_GREEN, "-."), (_PURPLE, ":"), (_ORANGE, (0, (5, 1))), (_SKY, (0, (1, 1)))]
+
+    def fill(figure):
+        axes = figure.subplots()
+        edges = np.linspace(0, 180, 91)
+        for index, (name, values) in enumerate(angles.items()):
+            color, line = styles[index % len(styles)]
+            density, _ = np.histogram(values, edges, density=True) if len(values) else (np.zeros(90), edges)
+            axes.plot((edges[1:] + edges[:-1]) / 2, density, color=color, linestyle=line, label=name)
+        axes.axvline(90, color=_GREY, linewidth=1)
+        axes.set(xlabel="angle (degrees)", ylabel="density", title=title, xlim=(0, 180))
+        axes.set_xticks(range(0, 181, 30))
+        axes.legend()
+
+    _draw(png, (6.4, 4.0), fill)

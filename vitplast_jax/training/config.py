@@ -183,9 +183,64 @@ def factors(meaning: str) -> Field:
     return Field((), read, "selector=factor texts such as head=10,ln1@0-5=0.1, factors from 0", meaning)
 
 
+_AXIS = re.compile(r"\s*(?P<key>[a-z][a-z0-9_.]*)\s*=(?P<values>.*)", re.DOTALL)
+
+
+def axes(meaning: str) -> Field:
+    """Axes of a grid, ``KEY=VALUE|VALUE``: every value in the spelling that KEY itself takes on a command line.
+
+    A comma parts two axes where a KEY= follows it, so ``trainable=ln1,ln2|all,seed=0|1`` has two.
+    """
+
+    def read(value: Any) -> tuple[str, ...]:
+        result = []
+        for text in [value] if isinstance(value, str) else value:
+            result += re.split(r",(?=[\s'\"]*[a-z][a-z0-9_.]*=)", text.strip("()[]") if text[:1] in "([" else text)
+        parts, result = [part.strip().strip("'\"") for part in result if part.strip()], []
+        for part in parts:
+            key, values = split_axis(part)
+            result.append(f"{key}={'|'.join(values)}")
+        if len({split_axis(axis)[0] for axis in result}) < len(result):
+            raise ValueError
+        return tuple(result)
+
+    allowed = "KEY=VALUE|VALUE texts, each KEY once, as in trainable=mha|fc1,seed=0|1"
+    return Field((), read, allowed, meaning)
+
+
+def split_axis(text: str) -> tuple[str, list[str]]:
+    """``"KEY=VALUE|VALUE"`` -> (KEY, the values as text); ValueError if it is none."""
+    match = _AXIS.fullmatch(text)
+    if not match:
+        raise ValueError(text)
+    return match["key"], [given.strip() for given in match["values"].split("|")]
+
+
+def targets(meaning: str) -> Field:
+    def read(value: Any) -> tuple[str, ...]:
+        result = _items(value)
+        if not all(isinstance(s, str) and _SELECTOR.fullmatch(s) for s in result):
+            raise ValueError
+        return result
+
+    return Field((), read, "targets such as q,v@0-5 or mha,ffn", meaning)
+
+
+def ranks(meaning: str) -> Field:
+    def read(value: Any) -> tuple[int, ...]:
+        result = tuple(_whole(item) for item in _items(value))
+        if any(rank < 0 for rank in result):
+            raise ValueError
+        return result
+
+    return Field((), read, "whole numbers from 0, one for each block, or ()", meaning)
+
+
 def _crop(low: float, high: float) -> bool:
     return 0 < low <= high
 
+
+PEFT_METHODS = ("", "lora", "adapter", "vpt-shallow", "vpt-deep", "oft", "boft", "hra", "hta", "ssf")
 
 FIELDS: dict[str, Field] = {
     "seed": whole(0, 0, "of the head, the data order and every random draw", high=2**32 - 1),
@@ -193,7 +248,9 @@ FIELDS: dict[str, Field] = {
     "weights": text("", "file, folder, hf-hub:ID or the name of a shipped model; empty: random start"),
     "image_size": image_size("size the model sees"),
     "num_classes": whole(0, 0, "0: as many as the data have"),
-    "data.name": text("", "digits, fashion_mnist, folder, npz or idx"),
+    "data.name": text(
+        "", "digits, folder, table, parquet, tar, npz, idx, fashion_mnist, tfds, or a benchmark: vtab/dtd"
+    ),
     "data.path": text("", "where the data lie"),
     "data.validation": number(0.2, "from 0, below 1", lambda x: 0 <= x < 1, "share of train held out to choose by"),
     "data.split_seed": whole(42, 0, "of that split", high=2**32 - 1),
@@ -214,6 +271,9 @@ FIELDS: dict[str, Field] = {
     ),
     "data.unreadable": choice("fail", ("fail", "skip"), "what a broken image file does"),
     "data.threads": whole(2, 1, "that decode image files"),
+    "data.cache_gb": number(
+        2.0, "from 0", lambda x: x >= 0, "decoded images of a split are kept in memory if they fit"
+    ),
     "batch_size": whole(512, 1, "images a step, over all devices"),
     "microbatch": text("", "images at once; auto: the most that fit", '"", "auto" or a number', r"|auto|[1-9]\d*"),
     "accumulation": whole(1, 1, "parts in which a batch is computed; the gradient is the mean over the batch"),
@@ -229,17 +289,36 @@ FIELDS: dict[str, Field] = {
     "checkpoint_every": whole(500, 1, "steps between checkpoints"),
     "log_every": whole(20, 1, "steps between lines of metrics.jsonl"),
     "eval_batch_size": whole(512, 1, "images at once in evaluation"),
-    "trainable": selectors(("all",), "what trains"),
+    "trainable": selectors(
+        ("all",), "what trains; all: with peft.method the adapter alone; auto: what measure recommends under the budget"
+    ),
     "also_trainable": selectors(("head", "final_norm"), "what trains besides", empty=True),
     "learning_rate_factors": factors("of the learning rate, by selector"),
     "weight_decay_factors": factors("of the weight decay, by selector"),
     "layer_decay": number(1.0, "above 0, up to 1", lambda x: 0 < x <= 1, "rate of a block over that of the next"),
     "drop_path": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, "of the last block; linear over depth"),
     "dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, ""),
+    "peft.method": choice("", PEFT_METHODS, "what is attached and trained; empty: nothing"),
+    "peft.rank": whole(8, 1, "of LoRA; width of an adapter; number of prompts; block size of OFT; reflections of HRA"),
+    "peft.ranks": ranks("of each block, where they differ; 0 leaves a block out"),
+    "peft.targets": targets("where; (): the method's own (lora q,v; adapter ffn; oft, boft, hra qkv)"),
+    "peft.projection": choice("free", ("free", "ao"), "ao: each matrix is made from one vector (AOFT)"),
+    "peft.scales": switch(False, "AOFT*'s lambda"),
+    "peft.start": choice("zero", ("zero", "plain", "scale"), "of ao: changes nothing; the formula; a tenth of it"),
+    "peft.normalize": switch(False, "AO vectors are divided by their norm"),
+    "peft.preset": choice("", ("", "formula", "count-single", "count-tied"), "a row of the AOFT paper"),
+    "peft.alpha": number(0.0, "from 0", lambda x: x >= 0, "LoRA's delta is times alpha / rank; 0: the rank"),
+    "peft.dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, "of what an adapter sees"),
+    "peft.position": choice("after", ("after", "before", "parallel"), "of an adapter, to its sublayer"),
+    "peft.tied": switch(False, "an adapter's up projection is its down projection transposed"),
+    "peft.bias": switch(True, "an adapter's projections have biases"),
+    "peft.activation": choice("gelu", ("gelu", "none"), "of an adapter"),
     "compute_dtype": choice("float32", ("float32", "bfloat16"), "of products; norms, softmax and loss stay float32"),
     "frozen_dtype": choice("float32", ("float32", "bfloat16"), "in which frozen weights are kept"),
     "mesh.data": whole(-1, 1, "devices that share the batch; -1: all that are left", other=-1),
     "mesh.fsdp": whole(1, 1, "devices that share the parameters"),
+    "probe.places": choice("all", ("all", "last"), "after each component of each block, or the paper's place alone"),
+    "sweep": axes("the grid of runs of sweep"),
     "remat": choice(
         "none",
         ("none", "block", "dots"),
@@ -250,11 +329,20 @@ FIELDS: dict[str, Field] = {
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),
     "measure.inputs": choice("embedding", ("embedding", "block", "natural"), "what every component is given"),
     "measure.pairing": choice("matched", ("matched", "all"), "which pairs of images are compared"),
+    "measure.distribution": choice(
+        "tasks", ("tasks", "downstream", "class", "perturbation"), "pretraining with downstream images, or others"
+    ),
+    "measure.radius": number(1.0, "above 0", lambda x: x > 0, "norm of the perturbation of a normalised image"),
+    "measure.split": choice("test", ("test", "validation", "train"), "of the downstream data"),
     "measure.pairs": whole(0, 0, "at most so many; 0: all that the images give"),
     "measure.x_name": text("", "pretraining data; empty: the sample shipped with the model"),
     "measure.x_path": text("", "where they lie"),
     "measure.images": whole(256, 0, "of each side, 0: all"),
     "measure.batch_size": whole(64, 1, "images at once"),
+    "measure.ratios": switch(False, "also write every single ratio (ratios.npz)"),
+    "measure.gradients": switch(False, "also measure the loss gradients"),
+    "budget.params": whole(0, 0, "parameters that measure and trainable=auto may choose; 0: any number"),
+    "budget.flops": number(0.0, "from 0 to 1", lambda x: 0 <= x <= 1, "share of a full finetuning step's; 0: any"),
 }
 
 
@@ -320,10 +408,23 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
             found.append(
                 f"config.microbatch is {v['microbatch']}, which does not divide config.batch_size {v['batch_size']}"
             )
+    for key, values in map(split_axis, v["sweep"]):
+        if key == "sweep" or key not in FIELDS:
+            known = key in FIELDS
+            found.append("config.sweep: " + ("a grid cannot be an axis of itself" if known else unknown_key(key)))
+            continue
+        for given in values:
+            try:
+                read(key, given)
+            except UserError as error:
+                found.append(f"config.sweep: {error}")
     if v["warmup_steps"] > v["steps"]:
         found.append(f"config.warmup_steps is {v['warmup_steps']}, more than config.steps {v['steps']}")
     if v["profile"] and v["profile"][1] > v["steps"]:
         found.append(f"config.profile ends at step {v['profile'][1]}, after config.steps {v['steps']}")
+    if not v["peft.method"]:
+        lone = [key for key in FIELDS if key.startswith("peft.") and v[key] != FIELDS[key].default]
+        found += [f"config.{key} changes nothing without config.peft.method" for key in lone]
     if bool(v["data.mean"]) != bool(v["data.std"]):
         found.append("config.data.mean and config.data.std are given together or not at all")
     return found
@@ -344,6 +445,9 @@ def validate(config: Mapping[str, Any] | ConfigDict) -> ConfigDict:
     problems = problems or _conflicts(values)
     if problems:
         raise UserError("; ".join(problems))
+    if values["peft.method"] and not any(selector.startswith("peft") for selector in values["trainable"]):
+        beside = () if values["trainable"] == FIELDS["trainable"].default else values["trainable"]
+        values["trainable"] = ("peft", *beside)
     return _nested(values)
 
 

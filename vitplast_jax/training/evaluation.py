@@ -18,6 +18,7 @@ from vitplast_jax.data import decode, pipeline
 from vitplast_jax.errors import UserError
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import cost, inputs, metrics, run
+from vitplast_jax.training.start import slots_of
 from vitplast_jax.training.step import make_evaluation_step
 
 MOST_IMAGES_AT_ONCE = 64
@@ -33,10 +34,11 @@ class Evaluator:
         sizes = sizes or [len(source) for source in data.values() if source is not None]
         wanted = min(config.eval_batch_size, max(sizes))
         self._batch_size = -(-wanted // mesh.size) * mesh.size
-        ragged = any(source is not None and source.images is None for source in data.values())
-        prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
-        step = make_evaluation_step(models.structure(spec), prepare)
-        self._step = jax.jit(step, out_shardings=sharding.replicated(mesh))
+        self._steps = {}
+        for ragged in (True, False):  # whether the host has resized
+            prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
+            step = make_evaluation_step(models.structure(spec, slots_of(config)), prepare)
+            self._steps[ragged] = jax.jit(step, out_shardings=sharding.replicated(mesh))
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self.evaluation = None
 
@@ -55,11 +57,13 @@ class Evaluator:
         shapes = inputs.example_batch(self._batch_size, source, self._spec.img_size, self._mesh)
         place = sharding.batch(self._mesh)
         shapes["mask"] = jax.ShapeDtypeStruct((self._batch_size,), bool, sharding=place)
-        if shapes["image"].shape not in self._programs:
-            program = self._step.lower(trainable, frozen, shapes).compile()
+        ragged = source.images is None
+        key = (ragged, *shapes["image"].shape)
+        if key not in self._programs:
+            program = self._steps[ragged].lower(trainable, frozen, shapes).compile()
             cost.check_fits(program, "an evaluation step", "lower --config.eval_batch_size")
-            self._programs[shapes["image"].shape] = program
-        return self._programs[shapes["image"].shape]
+            self._programs[key] = program
+        return self._programs[key]
 
     def __call__(self, trainable, frozen, split: str) -> dict[str, Any] | None:
         """The summary of a split, or None where the data have no such split; details stay in ``self.evaluation``."""
@@ -146,7 +150,7 @@ def predict_images(workdir, path, threads: int = 2) -> tuple[list[dict[str, Any]
     files = decode.find_images(path)
     spec, names = finished.spec, finished.class_names
     prepare = inputs.make_evaluation_preparation(spec, finished.config.compute_dtype, ragged=True)
-    static, params = models.structure(spec), models.parameters(finished.model)
+    static, params = models.structure(spec, slots_of(finished.config)), models.parameters(finished.model)
     classify = jax.jit(lambda params, images: jax.nn.softmax(models.apply(static, params, {}, prepare(images))))
     batch_size = min(finished.config.eval_batch_size, len(files), MOST_IMAGES_AT_ONCE)
 

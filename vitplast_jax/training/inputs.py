@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vitplast_jax import models, sharding
-from vitplast_jax.data import decode, pipeline, preprocess, sources
+from vitplast_jax.data import decode, memory, pipeline, preprocess, sources
 from vitplast_jax.errors import UserError
 
 
@@ -25,7 +25,7 @@ def load_data(config) -> dict[str, Any]:
 def load_split(config, split: str):
     """One split of the config's data, or None where there is none."""
     if not config.data.name:
-        raise UserError("config.data.name is empty: name the data (digits, fashion_mnist, folder, npz, idx)")
+        raise UserError("config.data.name is empty: name the data (digits, folder, npz, vtab/dtd, ...)")
     source = sources.load(
         config.data.name,
         config.data.path or None,
@@ -33,7 +33,8 @@ def load_split(config, split: str):
         validation=config.data.validation,
         split_seed=config.data.split_seed,
     )
-    return decode.check(source, config.data.unreadable, config.data.threads)
+    source = decode.check(source, config.data.unreadable, config.data.threads)
+    return memory.keep(source, config.data.cache_gb * 1e9)
 
 
 def with_labels_of(source, class_names: Sequence[str]):
@@ -106,6 +107,12 @@ def to_devices(batch: Mapping, mesh) -> dict[str, jax.Array]:
     """One process's rows of a batch become a global array, divided over the mesh."""
     place = sharding.batch(mesh)
     return {name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()}
+
+
+def run_values(config, mesh) -> dict[str, jax.Array]:
+    """What runs may differ in without being compiled anew: ``seed`` uint32 [], ``learning_rate`` float32 []."""
+    values = {"seed": np.uint32(config.seed), "learning_rate": np.float32(config.learning_rate)}
+    return jax.device_put(values, sharding.replicated(mesh))
 
 
 def example_batch(batch_size: int, source, size, mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,10 +23,17 @@ from vitplast_jax.files import write_json
 from vitplast_jax.training import cost, inputs, optim, processes, program, run
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
+from vitplast_jax.training.shared import Shared, program_key
 from vitplast_jax.training.start import load_start
 
 
-def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> dict[str, Any]:
+def train_and_evaluate(
+    config,
+    workdir: str | Path,
+    overwrite: bool = False,
+    chosen: Mapping | None = None,
+    shared: Shared | None = None,
+) -> dict[str, Any]:
     """Trains as the config says, tests the best validated checkpoint, and returns what ``results.json`` holds.
 
     The same call continues a run that was stopped, and returns the results of one that is finished.
@@ -35,10 +42,19 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
       config: from :func:`vitplast_jax.training.config.validate`.
       workdir: the run's folder.
       overwrite: discard the run that the folder holds.
+      chosen: why these components train, where a measurement chose them; kept in ``config.json``.
+      shared: what runs of one grid do once, data and programs; such a run says nothing but its errors.
     Raises:
       UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
     """
     began, workdir = time.monotonic(), Path(workdir)
+    if config.sweep:
+        raise UserError(
+            "config.sweep names a grid of runs: start it with python -m vitplast_jax.sweep, or train one run with "
+            "--config.sweep="
+        )
+    tell = say if shared is None else lambda text: None
+    leave, shared = shared is None, shared or Shared()
     if config.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
 
@@ -51,7 +67,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
 
     # Data.
     processes.check_shared(workdir, "--workdir")
-    data = processes.together(inputs.load_data, config)
+    data, _ = shared.once("data", config.data.to_dict(), lambda: processes.together(inputs.load_data, config))
     train = data["train"]
 
     # Model and base weights, still in host memory.
@@ -67,42 +83,53 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in data.items() if source is not None},
     }
+    if chosen is not None:
+        facts["chosen"] = dict(chosen)
     processes.check_agreement("settings, data or weights", comparable(config, facts))
     claim = processes.together(run.check_claim, workdir, config, facts, overwrite)
     if claim.results is not None:
-        say(f"{workdir} holds the finished run; nothing to do")
+        tell(f"{workdir} holds the finished run; nothing to do")
         return claim.results
-    for note in (*start.notes, *data_notes(data)):
-        say(note)
-    say_what_trains(spec, start.params, mask)
+    for note in (*start.notes, *data_notes(data), what_trains(spec, start.params, mask)):
+        tell(note)
     start = dataclasses.replace(start, params={})  # only the two parts are needed from here on
 
     # Shardings: arrays go straight to where they live.
-    frozen = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(config.frozen_dtype), copy=False), frozen)
+    frozen = trees.map_paths(
+        lambda path, leaf: np.asarray(leaf).astype(jnp.dtype(run.kept_dtype(config, path)), copy=False), frozen
+    )
     frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
     trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
     trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
     optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
     places = program.state_shardings(mesh, optimizer, trainable)
     # A jitted copy owns its buffers, so that the step may overwrite them.
-    state = jax.jit(lambda tree: program.initial_state(optimizer, tree), out_shardings=places)(trainable)
+    key = program_key(config, claim.parts)
+    initialise = jax.jit(lambda tree: program.initial_state(optimizer, tree), out_shardings=places)
+    initialise, _ = shared.once("start", key, lambda: initialise)
+    state = initialise(trainable)
     del trainable
 
     # Steps, compiled before anything is written: what does not fit is said here.
     prepare = inputs.make_training_preparation(config, spec, train)
-    batch_shapes = inputs.example_batch(config.batch_size, train, spec.img_size, mesh)
+    run_values = inputs.run_values(config, mesh)
+    batch_shapes = {**inputs.example_batch(config.batch_size, train, spec.img_size, mesh), "run": target_of(run_values)}
 
     def compile_step(parts):
-        static = models.structure(spec)
+        static = models.structure(spec, start.slots)
         return program.lower_step(
             config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts
         ).compile()
 
-    train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size, claim.parts)
+    def compile_programs():
+        train_step, parts, compilations = cost.fit_step(compile_step, config, mesh.size, claim.parts)
+        evaluator = Evaluator(spec, mesh, data, config)
+        evaluator.compile(state.trainable, frozen)
+        return train_step, parts, compilations, evaluator
+
+    (train_step, parts, compilations, evaluator), fresh = shared.once("programs", key, compile_programs)
     if parts > 1:
-        say(f"each batch is computed in {parts} parts of {config.batch_size // parts} images")
-    evaluator = Evaluator(spec, mesh, data, config)
-    evaluator.compile(state.trainable, frozen)
+        tell(f"each batch is computed in {parts} parts of {config.batch_size // parts} images")
 
     with run.take(workdir, claim, parts), Checkpoints(workdir / "checkpoints") as checkpoints:
         # Restore.
@@ -110,13 +137,14 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
         checkpoints.forget_after_latest()
         if checkpoints.latest_step() is not None:
             state, record = checkpoints.restore_latest(target_of(state))
-            say(f"continuing at step {int(state.step)} of {config.steps}")
+            tell(f"continuing at step {int(state.step)} of {config.steps}")
         first, earlier = int(state.step), record["seconds"]
         log = run.MetricsLog(workdir / "metrics.jsonl", first)
 
         # Loop.
         batches = inputs.training_batches(config, train, spec.img_size, mesh, first)
-        bar = tqdm(total=config.steps, initial=first, unit="step", desc="train", dynamic_ncols=True, disable=None)
+        bar = {"total": config.steps, "initial": first, "unit": "step", "desc": "train", "leave": leave}
+        bar = tqdm(**bar, dynamic_ncols=True, disable=None)
         mark, waited, logged, traced = time.monotonic(), 0.0, first, False
         with bar, contextlib.closing(batches), processes.StopRequest() as stop:
             for step in range(first + 1, config.steps + 1):
@@ -125,7 +153,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                 before = time.monotonic()
                 batch = next(batches)
                 waited += time.monotonic() - before
-                state, measured = train_step(state, frozen, batch)
+                state, measured = train_step(state, frozen, {**batch, "run": run_values})
                 bar.update()
 
                 periods = (config.log_every, config.eval_every, config.checkpoint_every)
@@ -140,7 +168,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                     elapsed = time.monotonic() - mark
                     rate = (step - logged) * config.batch_size / elapsed
                     log.write(step=step, **line, images_per_second=rate, data_wait=waited / elapsed)
-                    bar.set_postfix(loss=f"{line['loss']:.3f}", images_s=f"{rate:.0f}", refresh=False)
+                    shown = {"images_s": f"{rate:.0f}", "data_wait": f"{waited / elapsed:.0%}"}
+                    bar.set_postfix(loss=f"{line['loss']:.3f}", **shown, refresh=False)
                     mark, waited, logged = time.monotonic(), 0.0, step
 
                 paused = time.monotonic()
@@ -148,7 +177,7 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
                     summary = evaluator(state.trainable, frozen, "validation")
                     if summary is not None:
                         log.write(step=step, split="validation", **summary)
-                        say(f"step {step}: validation accuracy {summary['accuracy']:.4f}, loss {summary['loss']:.4f}")
+                        tell(f"step {step}: validation accuracy {summary['accuracy']:.4f}, loss {summary['loss']:.4f}")
                     if is_better(summary, record["best_accuracy"]):
                         accuracy = None if summary is None else summary["accuracy"]
                         record = {**record, "best_step": step, "best_accuracy": accuracy}
@@ -168,11 +197,11 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
             "best_step": record["best_step"],
             "trainable": trains,
             "parameters": counted,
-            "protocol": describe_protocol(config, spec, results["validation"] is not None),
+            "protocol": describe_protocol(config, spec, train, results["validation"] is not None),
             "data_fingerprint": facts["data_fingerprint"],
             "unreadable": {split: len(source.skipped) for split, source in data.items() if source is not None},
             "seconds": round(earlier + time.monotonic() - began, 2),
-            "compilations": {"train": compilations, "evaluate": evaluator.compilations},
+            "compilations": {"train": compilations * fresh, "evaluate": evaluator.compilations * fresh},
         }
         if jax.process_index() == 0:
             write_json(workdir / "results.json", results)
@@ -246,8 +275,8 @@ def count_parameters(params: Mapping, mask: Mapping) -> dict[str, int]:
     return {"total": trees.count(params), "trainable": total, "method": total - head, "head": head}
 
 
-def say_what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping):
-    """Prints each component with what of it trains, so that a selector that is too narrow or too wide is seen."""
+def what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping) -> str:
+    """Each component with what of it trains, in a line, so that a selector that is too narrow or too wide is seen."""
     trainable, _ = trees.partition(params, mask)
     trains, has = components.counts(trainable), components.counts(params)
     parts = [
@@ -255,18 +284,19 @@ def say_what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping):
     ]
     counted = count_parameters(params, mask)
     share = counted["trainable"] / counted["total"]
-    say(
+    return (
         f"{spec.name}: training {counted['trainable']:,} of {counted['total']:,} parameters ({share:.2%}): "
         + ", ".join(parts)
     )
 
 
-def describe_protocol(config, spec: models.ViTSpec, validated: bool) -> dict[str, Any]:
+def describe_protocol(config, spec: models.ViTSpec, train, validated: bool) -> dict[str, Any]:
     """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
     pixels = models.specs.to_dict(spec)["preprocessing"]
     augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
     return {
         "data": config.data.name,
+        **({"benchmark": dict(train.task)} if train.task else {}),
         "validation": config.data.validation,
         "split_seed": config.data.split_seed,
         "image_size": list(spec.img_size),

@@ -7,6 +7,7 @@ Frozen parameters never reach it, so there is no state for them and nothing can 
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from vitplast_jax import components, trees
@@ -14,12 +15,18 @@ from vitplast_jax.errors import UserError
 
 
 def make_schedule(learning_rate: float, warmup_steps: int, steps: int) -> optax.Schedule:
-    """Linear from 0 to ``learning_rate`` over ``warmup_steps``, then a cosine to 0 at ``steps``."""
-    cosine = optax.cosine_decay_schedule(learning_rate, max(steps - warmup_steps, 1))
-    if not warmup_steps:
-        return cosine
-    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, cosine], [warmup_steps])
+    """Linear from 0 to ``learning_rate`` over ``warmup_steps``, then a cosine to 0 at ``steps``.
+
+    ``schedule(step, peak)`` replaces the peak, by a value that may be known only at run time.
+    """
+    shape = optax.cosine_decay_schedule(1.0, max(steps - warmup_steps, 1))
+    if warmup_steps:
+        shape = optax.join_schedules([optax.linear_schedule(0.0, 1.0, warmup_steps), shape], [warmup_steps])
+
+    def schedule(step, peak=learning_rate):
+        return peak * shape(step)
+
+    return schedule
 
 
 def make_optimizer(config, trainable: Mapping, depth: int) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -28,6 +35,9 @@ def make_optimizer(config, trainable: Mapping, depth: int) -> tuple[optax.Gradie
     Clipping is by the global norm over the trainable leaves. Weight decay is AdamW's decoupled one (Loshchilov and
     Hutter, arXiv 1711.05101), or with SGD an L2 term added to the gradient before the momentum, as in torch's SGD; by
     default it acts on kernels only, not on biases, norms, scales and tokens.
+
+    Its ``update`` takes ``learning_rate=PEAK`` besides, in place of the config's, so that one compiled step serves the
+    learning rates of a grid.
 
     Args:
       config: ``optimizer learning_rate warmup_steps steps momentum clip_norm weight_decay learning_rate_factors
@@ -50,7 +60,7 @@ def make_optimizer(config, trainable: Mapping, depth: int) -> tuple[optax.Gradie
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         direction,
         _scale_by(rates) if any(rate != 1.0 for rate in trees.flatten(rates).values()) else optax.identity(),
-        optax.scale_by_learning_rate(schedule),
+        _descend(schedule),
     ), schedule
 
 
@@ -91,6 +101,19 @@ def _apply_factors(trainable: Mapping, values: trees.Tree, factors: Sequence[str
 def _decay_weights(rate: float, factors: trees.Tree) -> optax.GradientTransformation:
     return optax.stateless(
         lambda updates, params: jax.tree.map(lambda u, p, f: u + rate * f * p, updates, params, factors)
+    )
+
+
+def _descend(schedule) -> optax.GradientTransformationExtraArgs:
+    """Minus the scheduled rate times the update; the state is that of ``optax.scale_by_learning_rate``."""
+
+    def update(updates, state, params=None, *, learning_rate=None, **_):
+        rate = schedule(state.count) if learning_rate is None else schedule(state.count, learning_rate)
+        count = optax.safe_increment(state.count)
+        return jax.tree.map(lambda u: -rate * u, updates), optax.ScaleByScheduleState(count=count)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda _: optax.ScaleByScheduleState(count=jnp.zeros((), jnp.int32)), update
     )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from vitplast_jax import sharding, trees
 from vitplast_jax.training import optim
+from vitplast_jax.training.run import kept_dtype
 from vitplast_jax.training.step import TrainState, make_train_step
 
 
@@ -57,7 +58,7 @@ def lower_abstract_step(config, static, params, depth: int, mesh, prepare, batch
     """
     trainable, frozen = trees.partition(params, mask)
     trainable = trees.map_paths(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trainable)
-    frozen = trees.map_paths(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, config.frozen_dtype), frozen)
+    frozen = trees.map_paths(lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, kept_dtype(config, path)), frozen)
     optimizer, schedule = optim.make_optimizer(config, trainable, depth)
     state = jax.eval_shape(lambda tree: initial_state(optimizer, tree), trainable)
     state = placed(state, sharding.like(mesh, state, trainable))

@@ -101,13 +101,15 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
     """
     from vitplast_jax import components, models, sharding
     from vitplast_jax.training import inputs, program, run
+    from vitplast_jax.training.start import slots_of
 
     chip, devices = chip_of(topology), topology_devices(topology, slices)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp, devices)
     if config.batch_size % mesh.size:
         raise UserError(f"config.batch_size {config.batch_size} is not a multiple of the {mesh.size} chips")
     spec = abstract_spec(config, len(data.class_names) if data is not None else 0, **overrides)
-    shapes = models.abstract_parameters(spec)
+    slots = slots_of(config)
+    shapes = models.abstract_parameters(spec, slots)
     mask = run.trainable_mask(config, shapes)
     parts = config.batch_size // int(config.microbatch) if config.microbatch.isdigit() else config.accumulation
 
@@ -116,7 +118,7 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
     def compile_step(batch_per_device):
         batch = inputs.example_batch(batch_per_device * mesh.size, source, spec.img_size, mesh)
         prepare = inputs.make_training_preparation(config, spec, source)
-        static = models.structure(spec)
+        static = models.structure(spec, slots)
         return program.lower_abstract_step(
             config, static, shapes, spec.depth, mesh, prepare, batch, mask, parts
         ).compile()
@@ -127,7 +129,7 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
     row = {
         "model": spec.name,
         "trainable": run.applied_selectors(config, components.counts(shapes)),
-        "method": config.peft.method if "peft" in config else "",
+        "method": config.peft.method,
         "topology": topology,
         "slices": slices,
         "chips": mesh.size,

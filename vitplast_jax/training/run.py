@@ -22,15 +22,16 @@ from vitplast_jax import components, models, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.files import write_json, write_text
 from vitplast_jax.models import specs
+from vitplast_jax.peft.attach import Origin
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import processes
 from vitplast_jax.training.checkpoint import Checkpoints
-from vitplast_jax.training.start import base_parameters
+from vitplast_jax.training.start import base_parameters, slots_of
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
     *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
-    *("data.path", "data.threads", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
+    *("data.path", "data.threads", "data.cache_gb", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
 )
 RUN_FILES = (
     *("results.json", "evaluation.json", "confusion.csv", "confusion.png", "curves.png"),
@@ -138,11 +139,11 @@ def _take(workdir: str | Path, claim: Claim, parts: int):
 
 def _check_same(old: Mapping, new: Mapping, workdir: Path):
     def flat(described):
-        kept = {key: value for key, value in described.items() if key not in ("measure", "parts")}
+        kept = {key: value for key, value in described.items() if key not in ("measure", "probe", "parts", "chosen")}
         return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
 
     # A key that a later version added has its default in an older run.
-    old, new = flat({**json.loads(settings.to_json(_config_of(old))), **old}), flat(new)
+    old, new = flat({**json.loads(settings.to_json(config_of(old))), **old}), flat(new)
     if old.get("base_weights.sha256") == new.get("base_weights.sha256"):  # the same bytes at another place
         for described in (old, new):
             for key in ("weights", "base_weights.source"):
@@ -155,6 +156,19 @@ def _check_same(old: Mapping, new: Mapping, workdir: Path):
             f"{workdir} holds another run: {shown}{more}. Take another --workdir, or --overwrite to discard that run "
             "(tools/convert_checkpoint.py export keeps its result as weights to start from)"
         )
+
+
+def is_finished(workdir: str | Path, config) -> bool:
+    """Whether a folder holds the finished run of just this config; what it does not compare, ``train`` does."""
+    if read_results(workdir) is None:
+        return False
+
+    def flat(config):
+        kept = {key: value for key, value in config.to_dict().items() if key not in ("measure", "probe", "sweep")}
+        return {path.replace("/", "."): value for path, value in trees.flatten(kept).items()}
+
+    old, new = flat(config_of(read_description(workdir))), flat(config)
+    return all(old[key] == new[key] for key in new if key not in FREE_KEYS)
 
 
 def _short(value) -> str:
@@ -260,7 +274,12 @@ def trainable_mask(config, params: Mapping) -> trees.Tree:
     return components.mask(params, applied_selectors(config, components.counts(params)))
 
 
-def _config_of(described: Mapping):
+def kept_dtype(config, path: str) -> str:
+    """In which dtype a frozen parameter is kept; an adapter's start vectors must equal the float32 ones that train."""
+    return "float32" if components.is_fixed(path) else config.frozen_dtype
+
+
+def config_of(described: Mapping):
     """The checked config in what ``config.json`` holds."""
     return settings.validate({key: described[key] for key in settings.default_config() if key in described})
 
@@ -273,17 +292,20 @@ def load_run(workdir: str | Path) -> Run:
     """
     folder = Path(workdir)
     described = read_description(folder)
-    config = _config_of(described)
+    config = config_of(described)
     spec = specs.from_dict(described["spec"])
     best_step = _best_step(folder)
     class_names = tuple(described["class_names"])
     params = base_parameters(config, spec, class_names, described["base_weights"])
-    trainable, frozen = trees.partition(params, trainable_mask(config, params))
-    frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf, config.frozen_dtype), frozen)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), trainable)
+    initial, frozen = trees.partition(params, trainable_mask(config, params))
+    frozen = trees.map_paths(lambda path, leaf: jnp.asarray(leaf, kept_dtype(config, path)), frozen)
+    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), initial)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         trainable = checkpoints.restore_best(target, best_step)
-    model = models.build(spec, trees.combine(trainable, frozen))
+    slots = slots_of(config)
+    model = models.build(spec, trees.combine(trainable, frozen), slots)
+    if slots is not None:
+        model.origin = Origin(base=trees.combine(initial, frozen))
     return Run(folder, config, spec, class_names, model, best_step, described)
 
 

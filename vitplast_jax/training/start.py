@@ -14,16 +14,25 @@ import numpy as np
 from vitplast_jax import models, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import specs, vit
+from vitplast_jax.peft.attach import initial_parameters
+from vitplast_jax.peft.settings import Settings, from_config
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The start of a run; ``identity`` is {"source", "sha256"}, the source empty for a random start."""
+    """The start of a run; ``identity`` is {"source", "sha256"}, the source empty for a random start; ``params`` are all
+    parameters, those in the slots too."""
 
     spec: models.ViTSpec
     params: trees.Tree
     identity: Mapping[str, Any]
     notes: tuple[str, ...]
+    slots: Settings | None = None
+
+
+def slots_of(config) -> Settings | None:
+    """What a config attaches to the model, None where it attaches nothing."""
+    return from_config(config.peft.to_dict())
 
 
 def load_start(config, class_names: Sequence[str]) -> Start:
@@ -43,7 +52,8 @@ def load_start(config, class_names: Sequence[str]) -> Start:
             raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
         spec = _with_settings(specs.spec(config.model, num_classes=num_classes, img_size=size), config)
         params = models.initial_parameters(spec, config.seed)
-        return Start(spec, params, _drawn(params), (f"random start: no weights given for {spec.name}",))
+        notes = (f"random start: no weights given for {spec.name}",)
+        return _with_slots(Start(spec, params, _drawn(params), notes), config)
 
     from vitplast_jax.weights import convert
 
@@ -54,10 +64,19 @@ def load_start(config, class_names: Sequence[str]) -> Start:
     notes, flat = list(loaded.notes), trees.flatten(loaded.params)
     if not keeps_head:
         for path, leaf in trees.flatten(models.abstract_parameters(spec)).items():
-            if path.startswith("head/"):
+            if path.startswith(("head/", "head_dist/")):
                 flat[path] = vit.initial_value(path, leaf.shape, config.seed, spec)
         notes.append(f"new head for {num_classes} classes")
-    return Start(_with_settings(spec, config), trees.unflatten(flat), loaded.identity, tuple(notes))
+    start = Start(_with_settings(spec, config), trees.unflatten(flat), loaded.identity, tuple(notes))
+    return _with_slots(start, config)
+
+
+def _with_slots(start: Start, config) -> Start:
+    slots = slots_of(config)
+    if slots is None:
+        return start
+    added = initial_parameters(start.spec, slots, config.seed)
+    return dataclasses.replace(start, params=trees.combine(start.params, added), slots=slots)
 
 
 def base_parameters(config, spec: models.ViTSpec, class_names: Sequence[str], identity: Mapping) -> trees.Tree:
@@ -94,6 +113,8 @@ def _drawn(params: Mapping) -> dict[str, str]:
 
 def _with_settings(spec: models.ViTSpec, config) -> models.ViTSpec:
     """Regularisation and pixel statistics that the config sets."""
+    if isinstance(spec, models.GPT2Spec):
+        raise UserError(f"{spec.name} is a language model; training takes images: name a ViT")
     preprocessing = spec.preprocessing
     if config.data.mean:
         known = preprocessing or models.Preprocessing()

@@ -51,7 +51,8 @@ def make_train_step(
       static: the model's structure, from :func:`vitplast_jax.models.split`.
       optimizer, schedule: from :func:`vitplast_jax.training.optim.make_optimizer`.
       prepare: ``(uint8 images [b, h, w, c], keys [b]) -> images`` as the model wants them.
-      seed: of the run.
+      seed: of the run. A batch with an entry "run", {"seed", "learning_rate"}, replaces it and the schedule's peak, so
+        that one compiled step serves a grid of runs.
       label_smoothing: mass given to all classes alike.
       accumulation: parts of equal size in which a batch is computed one after the other.
       remat: which activations are recomputed in the backward pass, a name in :data:`vitplast_jax.models.layers.REMAT`.
@@ -63,7 +64,9 @@ def make_train_step(
 
     def train_step(state: TrainState, frozen: Mapping, batch: Mapping):
         rows = batch["label"].shape[0]
-        keys = preprocess.example_keys(seed, state.step, jnp.arange(rows))
+        given = batch.get("run")
+        peak = {} if given is None else {"learning_rate": given["learning_rate"]}
+        keys = preprocess.example_keys(seed if given is None else given["seed"], state.step, jnp.arange(rows))
         arguments = (batch["image"], batch["label"], keys)
         if accumulation == 1:
             loss, grads = jax.value_and_grad(mean_loss)(state.trainable, frozen, *arguments)
@@ -77,9 +80,10 @@ def make_train_step(
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), state.trainable))
             total, _ = jax.lax.scan(add, zeros, parts)
             loss, grads = jax.tree.map(lambda x: x / accumulation, total)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, **peak)
         trainable = optax.apply_updates(state.trainable, updates)
-        metrics = {"loss": loss, "learning_rate": schedule(state.step), "grad_norm": optax.tree.norm(grads)}
+        rate = schedule(state.step, *peak.values())
+        metrics = {"loss": loss, "learning_rate": rate, "grad_norm": optax.tree.norm(grads)}
         metrics |= {f"grad_norm/{name}": norm for name, norm in component_norms(grads).items()}
         return TrainState(state.step + 1, trainable, opt_state), metrics
 

@@ -17,7 +17,7 @@ from vitplast_jax import models, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.files import replacing, write_json
 from vitplast_jax.models import specs
-from vitplast_jax.weights import convert, dialects, readers
+from vitplast_jax.weights import convert, dialects, readers, transformers_layout
 
 _NAMES = {np.dtype(dtype): name for name, dtype in readers.SAFETENSORS_DTYPES.items()}
 
@@ -34,17 +34,53 @@ def to_dialect(params, spec, dialect):
     odd = sorted(flat.keys() ^ expected.keys())
     if odd:
         raise UserError(f"parameters do not belong to {spec.name}: {len(odd)} paths differ, e.g. {', '.join(odd[:5])}")
-    result = {}
+    result, parts = {}, {}
     for path in expected:
-        rules = dialect.rules_for(path, spec.pool)
-        if not rules or rules[0].layout.write is None:
+        rule = _written(dialect.rules_for(path, getattr(spec, "norm_on", "tokens")), spec)
+        if rule is None:
             raise UserError(
                 f"{path} has no place in the {dialect.name} layout; models of {spec.name} cannot be written so"
             )
-        names = rules[0].names
-        arrays = rules[0].layout.write(np.asarray(flat[path]), len(names))
-        result.update(zip(names, arrays, strict=True))
+        arrays = rule.layout.write(np.asarray(flat[path]), len(rule.names))
+        if rule.part:
+            parts.setdefault(rule.names[0], {})[rule.part[0]] = arrays[0]
+        result.update((name, array) for name, array in zip(rule.names, arrays, strict=True) if name)
+    for name, found in parts.items():
+        result[name] = np.concatenate([found[k] for k in sorted(found)])
     return result
+
+
+def _written(rules, spec):
+    """The first rule that can be written; one that leaves the keys' bias out only where it is not used."""
+    for rule in rules:
+        if rule.layout.write is not None and (None not in rule.names or not spec.key_bias):
+            return rule
+    return None
+
+
+def timm_dialect(spec):
+    """Whose names timm's class for this model has: VisionTransformer's or Eva's (DINOv3), packed gates or not."""
+    if isinstance(spec, specs.GPT2Spec):
+        raise UserError(f"{spec.name}: timm has no language models; export with --layout hf")
+    if spec.num_classes and spec.pool == "token+avg":
+        raise UserError(f"{spec.name}: timm has no head that reads class token and mean; export with num_classes=0")
+    if spec.rope:
+        return dialects.TIMM_EVA_GATED if spec.gated else dialects.TIMM_EVA
+    return dialects.TIMM_GATED if spec.gated else dialects.TIMM
+
+
+def timm_tensors(params, spec):
+    """(name -> array in timm's names, the spec of what timm then has).
+
+    timm has no row of positions for the class token of models with registers: it is added to the token.
+    """
+    dialect = timm_dialect(spec)
+    if spec.pos_embed and spec.pos_prefix == "class" and spec.prefix > 1:
+        flat = dict(trees.flatten(params))
+        table = np.asarray(flat["pos_embed"])
+        flat["cls_token"], flat["pos_embed"] = np.asarray(flat["cls_token"]) + table[:, :1], table[:, 1:]
+        params, spec = trees.unflatten(flat), specs.replace(spec, pos_prefix="none")
+    return to_dialect(params, spec, dialect), spec
 
 
 def save_timm(params, spec, path, class_names=None):
@@ -52,61 +88,43 @@ def save_timm(params, spec, path, class_names=None):
 
     The file's metadata carries our spec, so that it can be loaded here without naming the model.
     """
+    tensors, spec = timm_tensors(params, spec)
     metadata = {"format": "pt", "vitplast_jax": json.dumps(describe(spec, class_names))}
-    write_safetensors(to_dialect(params, spec, dialects.TIMM), path, metadata)
+    write_safetensors(tensors, path, metadata)
 
 
 def save_hf(params, spec, folder, class_names=None):
-    """Writes a folder for `transformers.ViTForImageClassification.from_pretrained` (`ViTModel` without a head)."""
-    if not spec.class_token or spec.registers or spec.pool != "token" or spec.layer_scale or not spec.pos_prefix:
-        raise UserError(
-            f"{spec.name}: transformers' ViT has a class token, no registers, no LayerScale, no mean pooling"
-        )
-    if any(height != width for height, width in (spec.img_size, spec.patch_size)):
-        raise UserError(f"{spec.name}: transformers' ViT takes square images and patches")
-    tensors = to_dialect(params, spec, dialects.HF_CLASSIC)
-    if spec.num_classes:  # the classifier stands beside the backbone, which then has a prefix
-        tensors = {n if n.startswith("classifier") else f"vit.{n}": a for n, a in tensors.items()}
-    config = hf_config(spec, class_names)
+    """Writes a folder for `from_pretrained` of the class that transformers has for it (config.json names it)."""
+    tensors = transformers_layout.tensors(params, spec, to_dialect)
+    config = transformers_layout.config(spec, class_names)
     os.makedirs(folder, exist_ok=True)
-    told = spec.preprocessing
-    if told is not None and told.resize == "squash":
-        processor = {
-            "image_processor_type": "ViTImageProcessor",
-            "do_normalize": True,
-            "do_rescale": True,
-            "do_resize": True,
-            "image_mean": told.mean,
-            "image_std": told.std,
-            "resample": {"bilinear": 2, "bicubic": 3}[told.interpolation],
-            "size": {"height": spec.img_size[0], "width": spec.img_size[1]},
-        }
+    processor = _processor(spec)
+    if processor:
         write_json(os.path.join(folder, "preprocessor_config.json"), processor)
     write_safetensors(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
     write_json(os.path.join(folder, "config.json"), config)
 
 
-def hf_config(spec, class_names):
-    """config.json of transformers' ViT with this structure and these numerics."""
-    names = class_names or [f"LABEL_{i}" for i in range(spec.num_classes)]
-    return {
-        "architectures": ["ViTForImageClassification" if spec.num_classes else "ViTModel"],
-        "model_type": "vit",
-        "hidden_size": spec.width,
-        "num_hidden_layers": spec.depth,
-        "num_attention_heads": spec.heads,
-        "intermediate_size": spec.hidden,
-        "hidden_act": {"erf": "gelu", "tanh": "gelu_pytorch_tanh"}[spec.gelu],
-        "layer_norm_eps": spec.eps,
-        "qkv_bias": spec.qkv_bias,
-        "num_channels": spec.in_chans,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "image_size": spec.img_size[0],
-        "patch_size": spec.patch_size[0],
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
+def _processor(spec):
+    """preprocessor_config.json, None where the preprocessing is unknown or cannot be said so."""
+    told = spec.preprocessing
+    if told is None:
+        return None
+    size = {"height": spec.img_size[0], "width": spec.img_size[1]}
+    result = {
+        "image_processor_type": "ViTImageProcessor" if told.resize == "squash" else "BitImageProcessor",
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": told.mean,
+        "image_std": told.std,
+        "resample": {"bilinear": 2, "bicubic": 3}[told.interpolation],
+        "size": size,
     }
+    if told.resize == "squash":
+        return result
+    edge = round(spec.img_size[0] / told.crop_pct)
+    return result | {"do_center_crop": True, "size": {"shortest_edge": edge}, "crop_size": size}
 
 
 def save_folder(params, spec, folder, class_names=None, source=None):
@@ -125,8 +143,11 @@ def save_folder(params, spec, folder, class_names=None, source=None):
         for kind in ("new", "old")
     )
     try:
-        tree = trees.map_paths(lambda _, leaf: np.ascontiguousarray(leaf), params)
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False)  # half the memory and twice as fast (FACTS)
+        # Without compression and without Orbax's copies nothing is held twice: leaves are views of the mapped source.
+        kinds = ocp.type_handlers
+        arrays = kinds.create_type_handler_registry((np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)))
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=arrays)
+        tree = trees.map_paths(lambda _, leaf: np.asarray(leaf), params)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(os.path.join(working, convert.CHECKPOINT), _string_keys(tree))
         write_json(

@@ -14,6 +14,7 @@ from vitplast_jax.models import specs
 
 ASSETS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets")
 HUB = "hf-hub:"
+_GELUS = {"gelu": "erf", "gelu_python": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +130,16 @@ def _foreign(path):
     try:
         if "architecture" in config:
             return _timm(config, path)
-        if config.get("model_type") in ("vit", "deit"):
+        if config.get("model_type") in ("vit", "deit", "vit_mae", "dinov2", "dinov2_with_registers", "dinov3_vit"):
             return _transformers(config, path)
+        if config.get("model_type") == "gpt2":
+            return _gpt2(config, path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: cannot be understood ({type(error).__name__}: {error})") from error
-    raise UserError(f"{path}: describes {config.get('model_type')!r}; known: model_type 'vit', or timm's architecture")
+    raise UserError(
+        f"{path}: describes {config.get('model_type')!r}; known: model_type vit, deit, vit_mae, dinov2, "
+        "dinov2_with_registers, dinov3_vit, gpt2, or timm's architecture"
+    )
 
 
 def _timm(config, path):
@@ -154,6 +160,8 @@ def _timm(config, path):
             float(told.get("crop_pct", 0.875)),
             resize,
         )
+    if config.get("global_pool") == "avg":
+        fields["pool"] = "avg"
     if "input_size" in told and not told.get("global_pool") == "map":
         fields["img_size"] = tuple(told["input_size"][1:])
     names = told.get("label_names") or config.get("label_names")
@@ -161,21 +169,47 @@ def _timm(config, path):
 
 
 def _transformers(config, path):
-    gelus = {"gelu": "erf", "gelu_python": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu_fast": "tanh"}
+    kind = config["model_type"]
     activation = config.get("hidden_act", "gelu")
-    if activation not in gelus:
-        raise UserError(f"{path}: hidden_act {activation!r} is not among {', '.join(gelus)}")
+    gated = config.get("use_gated_mlp") or config.get("use_swiglu_ffn")
+    if kind == "dinov3_vit" and gated and activation != "silu":
+        raise UserError(f"{path}: hidden_act {activation!r} with a gated MLP; only 'silu' (SwiGLU) is known here")
+    if not gated and activation not in _GELUS:
+        raise UserError(f"{path}: hidden_act {activation!r} is not among {', '.join(_GELUS)}")
+    # The defaults of each config class of transformers.
+    epsilon = {"dinov2": 1e-6, "dinov2_with_registers": 1e-6, "dinov3_vit": 1e-5}.get(kind, 1e-12)
+    size = config.get("image_size", 224)
     fields = {
-        "gelu": gelus[activation],
-        "eps": float(config.get("layer_norm_eps", 1e-12)),
-        "heads": int(config.get("num_attention_heads", 12)),
-        "img_size": specs.pair(config.get("image_size", 224)),
+        "gelu": _GELUS.get(activation, "erf"),
+        "eps": float(config.get("layer_norm_eps", epsilon)),
+        "heads": int(config.get("num_attention_heads", 6 if kind == "dinov3_vit" else 12)),
+        "img_size": specs.pair(size if isinstance(size, int) else tuple(size)),
         "preprocessing": _transformers_preprocessing(os.path.join(os.path.dirname(path), "preprocessor_config.json")),
     }
+    if kind == "dinov3_vit":
+        fields["rope"] = specs.Rope(theta=float(config.get("rope_theta", 100.0)))
     labels = config.get("id2label") or {}
     names = tuple(labels[key] for key in sorted(labels, key=int))
     generic = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     return Description(fields=fields, class_names=None if generic else names, origin=path)
+
+
+def _gpt2(config, path):
+    activation = config.get("activation_function", "gelu_new")
+    odd = [key for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention") if config.get(key)]
+    odd += (
+        []
+        if config.get("tie_word_embeddings", True) and config.get("scale_attn_weights", True)
+        else ["its head or scale"]
+    )
+    if activation not in _GELUS or odd:
+        raise UserError(f"{path}: {', '.join(odd) or activation} is not what GPT-2 has here")
+    fields = {
+        "gelu": _GELUS[activation],
+        "eps": float(config.get("layer_norm_epsilon", 1e-5)),
+        "heads": int(config.get("n_head", 12)),
+    }
+    return Description(fields=fields, origin=path)
 
 
 def _transformers_preprocessing(path):
@@ -184,15 +218,25 @@ def _transformers_preprocessing(path):
         return None
     told = _read_json(path)
     interpolation = {2: "bilinear", 3: "bicubic"}.get(told.get("resample", 2))
-    size = told.get("size", 224)
-    square = isinstance(size, int) or {"height", "width"} <= set(size)
-    plain = told.get("do_normalize", True) and told.get("do_resize", True) and not told.get("do_center_crop", False)
-    if not (interpolation and square and plain and "image_mean" in told and "image_std" in told):
+    if not (interpolation and told.get("do_normalize", True) and told.get("do_resize", True)):
         return None
-    return specs.Preprocessing(tuple(told["image_mean"]), tuple(told["image_std"]), interpolation, 1.0, "squash")
+    if "image_mean" not in told or "image_std" not in told:
+        return None
+    size, crop = told.get("size", 224), told.get("crop_size")
+    if not told.get("do_center_crop", False):
+        if not (isinstance(size, int) or {"height", "width"} <= set(size)):
+            return None
+        resize, crop_pct = "squash", 1.0
+    else:
+        sides = {crop} if isinstance(crop, int) else set((crop or {}).values())
+        if isinstance(size, int) or set(size) != {"shortest_edge"} or len(sides) != 1:
+            return None
+        resize, crop_pct = "shorter", sides.pop() / size["shortest_edge"]
+    return specs.Preprocessing(tuple(told["image_mean"]), tuple(told["image_std"]), interpolation, crop_pct, resize)
 
 
 def named_fields(spec):
     """The fields that a model's name fixes; tokens, pooling, biases and classes are left to the tensors."""
     fixed = ("name", "img_size", "patch_size", "width", "depth", "heads", "hidden", "gelu", "eps", "preprocessing")
-    return {field: getattr(spec, field) for field in fixed}
+    fixed += ("antialias", "pos_offset", "rope", "key_bias")
+    return {field: getattr(spec, field) for field in fixed if hasattr(spec, field)}

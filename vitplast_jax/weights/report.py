@@ -32,28 +32,45 @@ class Report:
         where = (f" under {self.wrapper!r}" if self.wrapper else "") + (
             f", prefix {self.prefix}" if self.prefix else ""
         )
+        gated = getattr(spec, "gated", False)
         lines = [
             f"source         {self.source}",
             f"container      {self.container}{where}",
             f"dialect        {self.dialect}",
             f"model          {spec.name}: {spec.depth} blocks of width {spec.width}, {spec.heads} heads, "
-            f"hidden {spec.hidden}, image {_by(spec.img_size)}x{spec.in_chans}, patch {_by(spec.patch_size)}",
-            f"tokens         {spec.prefix} before the patches ({spec.registers} registers), pooling {spec.pool}",
+            f"hidden {spec.hidden}" + (" (SwiGLU)" if gated else ""),
+            *self._inputs(),
             f"numerics       GELU {spec.gelu}, LayerNorm epsilon {spec.eps:g}"
-            + (", LayerScale" if spec.layer_scale else "")
-            + ("" if spec.qkv_bias else ", no qkv bias"),
+            + (", LayerScale" if getattr(spec, "layer_scale", None) else "")
+            + ("" if getattr(spec, "qkv_bias", True) else ", no qkv bias"),
             f"classes        {spec.num_classes}",
             f"parameters     {self.parameters:,}",
-            "preprocessing  "
-            + (
-                f"mean {told.mean}, std {told.std}, {told.interpolation}, crop {told.crop_pct:g}, {told.resize}"
-                if told
-                else "unknown: tell data.mean and data.std before images are read"
-            ),
         ]
+        if isinstance(spec, specs.ViTSpec):
+            lines.append(
+                "preprocessing  "
+                + (
+                    f"mean {told.mean}, std {told.std}, {told.interpolation}, crop {told.crop_pct:g}, {told.resize}"
+                    if told
+                    else "unknown: tell data.mean and data.std before images are read"
+                )
+            )
         lines += [f"reinitialised  {', '.join(self.reinitialised)}"] if self.reinitialised else []
         lines += [f"ignored        {', '.join(self.ignored)}"] if self.ignored else []
         return lines + [f"note           {note}" for note in self.notes]
+
+    def _inputs(self):
+        spec = self.spec
+        if isinstance(spec, specs.GPT2Spec):
+            return [f"tokens         words of {spec.vocabulary:,}, at most {spec.context} in a sequence, causal"]
+        positions = f"table with rows for {spec.pos_prefix} of them" if spec.pos_embed else "no table"
+        if spec.rope:
+            positions += f", rotary (theta {spec.rope.theta:g}, {spec.rope.dtype}, periods {spec.rope.periods})"
+        return [
+            f"images         {_by(spec.img_size)}x{spec.in_chans}, patch {_by(spec.patch_size)}",
+            f"tokens         {spec.prefix} before the patches ({spec.registers} registers), pooling {spec.pool}",
+            f"positions      {positions}",
+        ]
 
 
 def _by(size):

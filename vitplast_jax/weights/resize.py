@@ -4,7 +4,8 @@ In: a table [1, rows, d] with `prefix` rows before the grid's, both grids. Out: 
 
 PyTorch has two bicubic kernels. Plain: Keys' cubic with a = -0.75, reading the edge again beyond it (DINOv2). With
 antialias (timm's `resample_abs_pos_embed`): a = -0.5, as wide as the scale when shrinking, weights outside cut off and
-the rest renormalised. JAX's own differs from the first in `a` and at the border.
+the rest renormalised. JAX's own differs from the first in `a` and at the border. DINOv2's own code without registers
+uses the first, and asks for (new + 0.1) / old as the scale, which shifts every point a little.
 """
 
 import math
@@ -12,7 +13,7 @@ import math
 import numpy as np
 
 
-def resize_positions(table, prefix, old_grid, new_grid, antialias=True):
+def resize_positions(table, prefix, old_grid, new_grid, antialias=True, offset=0.0):
     """Resizes the grid part of a position table.
 
     Args:
@@ -20,22 +21,45 @@ def resize_positions(table, prefix, old_grid, new_grid, antialias=True):
         prefix: rows that belong to class and register tokens and stay as they are.
         old_grid, new_grid: (height, width) in patches.
         antialias: which of PyTorch's kernels (see above).
+        offset: added to the new side before the scale is computed.
     Returns: [1, prefix + new_h * new_w, d].
     """
     if tuple(old_grid) == tuple(new_grid):
         return table
     grid = table[0, prefix:].reshape(*old_grid, -1).astype(np.float32)
     for axis in (0, 1):
-        matrix = cubic_matrix(old_grid[axis], new_grid[axis], antialias).astype(np.float32)
+        matrix = cubic_matrix(old_grid[axis], new_grid[axis], antialias, offset).astype(np.float32)
         grid = np.moveaxis(np.tensordot(matrix, grid, axes=(1, axis)), 0, axis)
     grid = grid.reshape(1, new_grid[0] * new_grid[1], -1).astype(table.dtype)
     return np.concatenate([table[:, :prefix], grid], axis=1)
 
 
-def cubic_matrix(old, new, antialias):
+def adapt_channels(kernel, channels):
+    """The patch kernel for another number of image channels, as timm's `adapt_input_conv`.
+
+    One channel: the sum, which answers as the source does to a grey image. More: the source's channels again and again,
+    scaled so that the sum stays.
+
+    Args:
+        kernel: [patch height, patch width, c, d].
+        channels: of the images.
+    Returns: [patch height, patch width, channels, d] in the kernel's dtype.
+    """
+    old = kernel.shape[2]
+    if channels == old:
+        return kernel
+    wide = kernel.astype(np.float32)
+    if channels == 1:
+        result = wide.sum(2, keepdims=True)
+    else:
+        result = np.tile(wide, (1, 1, -(-channels // old), 1))[:, :, :channels] * (old / channels)
+    return result.astype(kernel.dtype)
+
+
+def cubic_matrix(old, new, antialias, offset=0.0):
     """[new, old] float64: each row holds the weights of one output point; rows sum to one."""
     matrix = np.zeros((new, old))
-    scale = old / new
+    scale = old / (new + offset)
     for row in range(new):
         centre = scale * (row + 0.5)
         if antialias:

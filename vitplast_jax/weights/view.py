@@ -8,7 +8,7 @@ import re
 import numpy as np
 
 from vitplast_jax.errors import UserError
-from vitplast_jax.weights.dialects import DIALECTS
+from vitplast_jax.weights import dialects
 
 PREFIXES = (
     *("module.", "_orig_mod.", "backbone.", "model.", "encoder.", "teacher.", "student.", "net.", "trunk.", "visual."),
@@ -20,7 +20,8 @@ BESIDE = (r"(module\.)?(head|dino_head|ibot_head)\.(mlp|last_layer)\b.*", r"opt/
 
 class View:
     """A file's tensors through its dialect. `tensors`: by the table's names; `prefix`: what was cut off them all;
-    `ignored`: the names that were left out; `original`: table name -> the file's name; `pool`: "token" or "avg"."""
+    `ignored`: the names that were left out; `original`: table name -> the file's name; `norm_on`: what the names say of
+    the final norm (`ViTSpec.norm_on`), "tokens" where they say nothing."""
 
     def __init__(self, tensors, source):
         beside = [name for name in tensors if _matches(name, BESIDE)]
@@ -36,18 +37,23 @@ class View:
         left_out = [name for name in self.tensors if _matches(name, self.dialect.ignored)]
         self.dropped = {name: self.tensors.pop(name) for name in left_out}
         self.ignored = beside + [self.original[name] for name in left_out]
-        avg = [rule for rule in self.dialect.rules if rule.path == "norm/scale" and rule.pool == "avg"]
-        self.pool = "avg" if any(rule.names[0] in self.tensors for rule in avg) else "token"
+        if self.dialect is dialects.TIMM and _packed(self.tensors):
+            self.dialect = dialects.TIMM_GATED
+        pooled = [rule for rule in self.dialect.rules if rule.path == "norm/scale" and rule.norm_on == "pooled"]
+        self.norm_on = "pooled" if any(rule.names[0] in self.tensors for rule in pooled) else "tokens"
 
     def rule(self, path):
         """The rule that fills a path, or None."""
-        for rule in self.dialect.rules_for(path, self.pool):
+        for rule in self.dialect.rules_for(path, self.norm_on):
             if all(name is None or name in self.tensors for name in rule.names):
                 return rule
         return None
 
     def has(self, path):
         return self.rule(path) is not None
+
+    def has_name(self, name):
+        return name in self.tensors
 
     def heads(self, path):
         """How many heads the path's array is for, where the source keeps them apart; else None."""
@@ -59,7 +65,14 @@ class View:
         """The path's array in our layout, a view of the file where no parts had to be joined."""
         rule = self.rule(path)
         first = self.tensors[next(name for name in rule.names if name)]
+        if rule.part:
+            place, count = rule.part
+            if first.ndim == 0 or first.shape[0] % count:
+                raise ShapeError(f"{path}: {rule.names[0]} has shape {first.shape}, expected {count} equal parts")
+            first = np.split(first, count)[place]
         arrays = [np.zeros_like(first) if name is None else self.tensors[name] for name in rule.names]
+        if rule.part:
+            arrays = [first]
         for name, array in zip(rule.names, arrays, strict=True):
             if rule.layout.rank is not None and array.ndim != rule.layout.rank:
                 raise ShapeError(f"{path}: {name} has shape {array.shape}, expected {rule.layout.rank} axes")
@@ -77,6 +90,12 @@ def _matches(name, patterns):
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
+def _packed(tensors):
+    """Whether timm's fc1 holds a gate too: twice as many rows as fc2 has columns."""
+    fc1, fc2 = (tensors.get(f"blocks.0.mlp.{name}.weight") for name in ("fc1", "fc2"))
+    return fc1 is not None and fc2 is not None and fc1.ndim == fc2.ndim == 2 and fc1.shape[0] == 2 * fc2.shape[1] > 0
+
+
 def _unstack(names, tensors):
     """Blocks that were scanned over stand in one array [depth, ...]: one name and view for each of them."""
     arrays, result = dict(tensors), {}
@@ -92,7 +111,7 @@ def _unstack(names, tensors):
 
 def _detect(names, source):
     """(the dialect whose marks are all among the names, table name -> the file's name)."""
-    for dialect in DIALECTS:
+    for dialect in dialects.DIALECTS:
         renamed = {}
         for name, original in names.items():
             new = name
@@ -100,10 +119,11 @@ def _detect(names, source):
                 new = re.sub(pattern, replacement, new)
             renamed[new] = original
         # Marks are looked for before and after: chunks show in the old names, prefixes are gone in the new.
-        if all(any(re.fullmatch(mark, name) for name in (*renamed, *names)) for mark in dialect.marks):
+        marked = all(any(re.fullmatch(mark, name) for name in (*renamed, *names)) for mark in dialect.marks)
+        if marked and not any(name in renamed for name in dialect.absent):
             if len(renamed) != len(names):
                 raise UserError(f"{source}: two tensors have the same name once brought to {dialect.name}'s naming")
             return dialect, renamed
     examples = ", ".join(list(names)[:5])
-    known = ", ".join(dialect.name for dialect in DIALECTS)
+    known = ", ".join(dialect.name for dialect in dialects.DIALECTS)
     raise UserError(f"{source}: its names belong to no ViT naming that is known ({known}); e.g. {examples}")

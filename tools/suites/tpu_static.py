@@ -1,0 +1,35 @@
+"""What does the TPU compiler say of a training step? Nothing is run: figures for one device (needs libtpu)."""
+
+
+def tpu_static(flags) -> list[dict]:
+    """The TPU compiler's figures of a training step, full and by component."""
+    from vitplast_jax.training import config as settings
+    from vitplast_jax.training import rehearsal
+
+    rehearsal.prepare_environment(flags.topology)
+    chips, rows = len(rehearsal.topology_devices(flags.topology, flags.slices)), []
+    batch = flags.batch or 64
+    for name in flags.trainable.split(","):
+        config = settings.validate(
+            {
+                "model": flags.model,
+                "num_classes": 1000,
+                "trainable": (name,),
+                "batch_size": batch * chips,
+                "compute_dtype": "bfloat16",
+                "frozen_dtype": "bfloat16",
+                "mesh.fsdp": flags.fsdp,
+                "remat": flags.remat,
+            }
+        )
+        row = rehearsal.rehearse_training(config, flags.topology, flags.slices, gelu=flags.gelu)
+        rows.append({"model": flags.model, "batch": batch * chips, "dtype": "bfloat16", "gelu": flags.gelu} | row)
+        rows[-1] |= {"trainable": name, "remat": flags.remat}
+        if row["flops"] is None:
+            print(f"{name:>5}: does not fit; {row['largest_batch']} images a chip do", flush=True)
+        else:
+            cycles, temporaries = row["estimated_cycles"] / 1e6, row["temp_bytes"] / 1e9
+            print(
+                f"{name:>5}: {cycles:.1f} M cycles, {temporaries:.2f} GB of temporaries, MFU {row['mfu']}", flush=True
+            )
+    return rows

@@ -1,0 +1,223 @@
+"""What do a config, or a finished run, give to be measured, and what should `trainable=auto` train?
+
+In: a checked config or a run's folder. Out: plasticity results, with gradients, costs and the choice under the budget.
+"""
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from vitplast_jax import models, peft, sharding, trees
+from vitplast_jax.data import decode, sources
+from vitplast_jax.errors import UserError
+from vitplast_jax.plasticity import rates, select, stream
+from vitplast_jax.plasticity.bounds import COMPONENTS
+from vitplast_jax.plasticity.costs import Costs
+from vitplast_jax.plasticity.gradients import add_gradients, measure_gradients
+from vitplast_jax.plasticity.protocol import measure
+from vitplast_jax.training import config as settings
+from vitplast_jax.training import inputs
+from vitplast_jax.training.run import load_run, read_description
+from vitplast_jax.training.start import base_parameters, load_start, slots_of
+
+AUTO = ("auto",)
+
+
+def measure_config(config, folder=None) -> dict:
+    """The plasticity of the weights that a config starts from, and what to train under its budget.
+
+    Args:
+      config: a checked config.
+      folder: where the state of the measurement is kept, so that it can go on after a kill; None: nowhere.
+    """
+    config = _without_adapter(config)
+    downstream = _downstream(config, config.measure.split)
+    start = load_start(config, downstream.class_names)
+    result = _measure(models.build(start.spec, start.params), config, downstream, folder)
+    costs = Costs(config, start.spec, start.params)
+    return result | select.choose(result, costs, config.budget.params, config.budget.flops)
+
+
+def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=None) -> dict:
+    """The plasticity of a run's best checkpoint and of the weights it started from, on the same pairs.
+
+    Args:
+      run_folder: of the run.
+      overrides: (key, text) of `measure.*` and `budget.*`; everything else is the run's.
+      folder: as in :func:`measure_config`; needed, for the difference is taken pair by pair.
+    Returns:
+      The result of the best checkpoint, with `before` {rows, components} of the base weights and `difference` {rows,
+      components}: before, after, difference and the 95 % interval of the mean difference of a pair.
+    """
+    run = load_run(run_folder)
+    config = run.config.to_dict()
+    for key, value in overrides:
+        group, _, name = key.partition(".")
+        config[group] = {**config[group], name: settings.read(key, value)}
+    config = settings.validate(config)
+    downstream = _downstream(config, config.measure.split)
+    base = base_parameters(config, run.spec, run.class_names, run.description["base_weights"])
+    folder, kept = Path(folder), config.measure.ratios
+    with_ratios = settings.validate({**config.to_dict(), "measure.ratios": True})
+    # The bounds are those of plain kernels, so what can be merged is.
+    start = peft.merge(models.build(run.spec, base, slots_of(config)))
+    trained = peft.merge(run.model)
+    before = _measure(start, with_ratios, downstream, folder / "before")
+    after = _measure(trained, with_ratios, downstream, folder)
+    difference = _difference(before, after, folder)
+    if not kept:
+        for place in (folder, folder / "before"):
+            (place / stream.RATIOS).unlink()
+        (folder / "before").rmdir()
+    costs = Costs(_without_adapter(config), run.spec, models.parameters(trained))
+    after |= select.choose(after, costs, config.budget.params, config.budget.flops)
+    short = {"rows": before["rows"], "components": before["components"]}
+    return after | {"run": os.fspath(run_folder), "step": run.best_step, "before": short, "difference": difference}
+
+
+def resolve_auto(config, workdir, overwrite: bool):
+    """Replaces `trainable=("auto",)` by what a measurement recommends, or by what this run chose when it began.
+
+    The images compared are those of the training split: the test split stays unseen until the run is tested.
+
+    Returns:
+      (config, record of the choice for the run's `config.json`, result or None where nothing was measured now).
+    """
+    if tuple(config.trainable) != AUTO:
+        raise UserError(f"config.trainable is {','.join(config.trainable)}: auto stands alone")
+    description = None
+    if not overwrite and (Path(workdir) / "config.json").exists():
+        description = read_description(workdir)
+    result = None
+    if description is None:
+        values = config.to_dict()
+        values["measure"] = {**values["measure"], "split": "train"}
+        result = measure_config(settings.validate(values), workdir)
+        measured = ("protocol", "inputs", "pairing", "distribution", "pairs")
+        chosen = {**result["recommendation"], "measured": {name: result[name] for name in measured}}
+    else:
+        chosen = description.get("chosen")
+        if chosen is None:
+            raise UserError(
+                f"{workdir} holds a run whose components were named ({','.join(description['trainable'])}), not "
+                "chosen; continue it with that --config.trainable, or take another --workdir"
+            )
+    values = config.to_dict() | {"trainable": tuple(chosen["trainable"])}
+    return settings.validate(values), chosen, result
+
+
+def _without_adapter(config):
+    """The config of the base weights alone: an adapter starts from what they give."""
+    if not config.peft.method:
+        return config
+    return settings.validate({**config.to_dict(), "trainable": ("all",), "peft": {}})
+
+
+def _measure(model, config, downstream, folder) -> dict:
+    chosen = config.measure
+    params = trees.map_paths(lambda _, leaf: jnp.asarray(leaf, jnp.float32), models.parameters(model))
+    model = models.with_parameters(model, params)
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
+    result = measure(
+        model,
+        _pretraining(config) if chosen.distribution == "tasks" else None,
+        downstream,
+        protocol=chosen.protocol,
+        inputs=chosen.inputs,
+        pairing=chosen.pairing,
+        distribution=chosen.distribution,
+        radius=chosen.radius,
+        pairs=chosen.pairs,
+        images=chosen.images,
+        batch_size=chosen.batch_size,
+        seed=config.seed,
+        mesh=mesh,
+        folder=folder,
+        ratios=chosen.ratios,
+        progress=True,
+    )
+    result["split"] = chosen.split
+    if not chosen.gradients:
+        return result
+    labelled = downstream if chosen.split == "train" else _downstream(config, "train")
+    gradients = measure_gradients(
+        model, labelled, images=chosen.images, batch_size=chosen.batch_size, seed=config.seed, mesh=mesh
+    )
+    return add_gradients(result, gradients, "train")
+
+
+def _difference(before: dict, after: dict, folder: Path) -> dict:
+    """The change of every ratio, pair by pair, summed up: what two separate intervals could not show."""
+    with np.load(folder / stream.RATIOS) as new, np.load(folder / "before" / stream.RATIOS) as old:
+        if any((new[name] != old[name]).any() for name in ("images_x", "images_y")):
+            raise UserError(f"{folder}: the two measurements compared different images; delete it and measure anew")
+        change = new["ratios"].astype(np.float64) - old["ratios"]
+    rows = [
+        _changed(old, new, change[new["block"], COMPONENTS.index(new["component"])], after)
+        for old, new in zip(before["rows"], after["rows"], strict=True)
+    ]
+    entries = [
+        _changed(old, new, change[:, k].mean(0), after)
+        for k, (old, new) in enumerate(zip(before["components"], after["components"], strict=True))
+    ]
+    return {"rows": rows, "components": entries}
+
+
+def _changed(old: Mapping, new: Mapping, change: np.ndarray, result: Mapping) -> dict:
+    """`change` is [pairs], or [x, y] of all pairs; NaN for pairs of equal images."""
+    valid = np.isfinite(change)
+    mean = change[valid].mean()
+    if result["pairing"] == "all":
+        squares = np.square(change[valid] - mean).sum()
+        counts = [np.maximum(valid.sum(axis), 1) for axis in (1, 0)]
+        sides = [
+            np.where(valid.any(axis), np.where(valid, change, 0).sum(axis) / count, np.nan)
+            for axis, count in zip((1, 0), counts, strict=True)
+        ]
+        low, high = rates.all_pairs_interval(*sides, squares)
+    else:
+        reference = result["protocol"] == "reference"
+        std = change[valid].std(ddof=0 if reference else 1) if valid.sum() > 1 else np.nan
+        low, high = rates.matched_interval(mean, std, valid.sum(), reference=reference)
+    ends = {"low": float(low), "high": float(high)} if np.isfinite(low) else {"low": None, "high": None}
+    named = {name: new[name] for name in ("block", "component") if name in new}
+    return {**named, "before": old["mean"], "after": new["mean"], "difference": float(mean), **ends}
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _downstream(config, split: str):
+    data = config.data
+    source = inputs.load_split(config, split)
+    if source is None:
+        raise UserError(f"config.data: {data.name} {data.path} has no {split} split, whose images are compared")
+    return source
+
+
+def _pretraining(config):
+    """Images of the pretraining data: a source, or the sample that ships beside the weights (NAME.sample.npz)."""
+    chosen = config.measure
+    if chosen.x_name:
+        source = sources.load(chosen.x_name, chosen.x_path or None, "train", validation=0)
+        return decode.check(source, config.data.unreadable, config.data.threads)
+    hint = "say which pretraining images to compare with: --config.measure.x_name=NAME --config.measure.x_path=PATH"
+    if not config.weights:
+        raise UserError(f"config.weights is empty, so no sample of pretraining images comes with them; {hint}")
+    from vitplast_jax.weights.convert import resolve
+
+    path = os.fspath(resolve(config.weights))
+    sample = os.path.splitext(path)[0] + ".sample.npz"
+    if not os.path.isfile(sample):
+        raise UserError(f"{config.weights} ships no sample of its pretraining images ({sample}); {hint}")
+    try:
+        with np.load(sample, allow_pickle=False) as arrays:
+            return arrays["images"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{sample} is not an npz with an array 'images' ({error}); install vitplast_jax again"
+        ) from None
