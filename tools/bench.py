@@ -12,7 +12,8 @@ Suites:
               speeds: above 1 ours is faster). Needs only jax, flax, optax, orbax-checkpoint, einops, torch and timm.
               On a machine without one it runs on the CPU, which proves that it runs and says nothing of speed.
   tpu-static  nothing is run: the TPU compiler's figures for one device of --topology, bfloat16, --batch images a chip,
-              SGD with momentum and clipping (extra: libtpu). Cycles are the compiler's estimate.
+              SGD with momentum and clipping (needs libtpu). Cycles are the compiler's estimate. --trainable may also
+              name lora and aoft (on q and v, rank 8).
   plasticity  the paper's protocol on 16 + 16 images (--batch): ours with all 256 pairs, ours with 16, and the way the
               paper's code goes, in torch (extra `parity`), with 16; weights and images are the same, and so must be the
               60 means (`largest_difference`, relative).

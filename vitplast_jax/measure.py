@@ -17,6 +17,7 @@ FLAGS = (
     command.Flag("config", "config file; :ARG is passed to its get_config", value="configs/X.py[:ARG]"),
     command.Flag("run", "measure this run's best checkpoint, and what it started from", value="DIR"),
     command.Flag("workdir", "folder for the results", value="DIR", required=True),
+    *command.PROCESSES,
 )
 
 
@@ -29,7 +30,10 @@ def main(flags):
         if key.partition(".")[0] not in ("measure", "budget"):
             raise command.UsageError(f"--config.{key}: with --run only config.measure.* and budget.* may be set")
     _check_writable(flags.workdir)
+    from vitplast_jax.training import processes
 
+    processes.join(flags)
+    processes.check_shared(flags.workdir, "--workdir")
     import jax
 
     from vitplast_jax.plasticity import experiments

@@ -1,8 +1,14 @@
 """What does the TPU compiler say of a training step? Nothing is run: figures for one device (needs libtpu)."""
 
+# Rows of --trainable that are no component: what is attached to q and v, beside the head.
+ATTACHED = {
+    "lora": {"peft.method": "lora", "also_trainable": ("head",)},
+    "aoft": {"peft.method": "lora", "peft.projection": "ao", "also_trainable": ("head",)},
+}
+
 
 def tpu_static(flags) -> list[dict]:
-    """The TPU compiler's figures of a training step, full and by component."""
+    """The TPU compiler's figures of a training step: full, by component, and with what is attached."""
     from vitplast_jax.training import config as settings
     from vitplast_jax.training import rehearsal
 
@@ -14,7 +20,7 @@ def tpu_static(flags) -> list[dict]:
             {
                 "model": flags.model,
                 "num_classes": 1000,
-                "trainable": (name,),
+                **ATTACHED.get(name, {"trainable": (name,)}),
                 "batch_size": batch * chips,
                 "compute_dtype": "bfloat16",
                 "frozen_dtype": "bfloat16",

@@ -115,6 +115,12 @@ def run_values(config, mesh) -> dict[str, jax.Array]:
     return jax.device_put(values, sharding.replicated(mesh))
 
 
+def run_value_shapes(mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of :func:`run_values`, for a mesh that may not be there."""
+    dtypes = {"seed": jnp.uint32, "learning_rate": jnp.float32}
+    return {name: jax.ShapeDtypeStruct((), dtype, sharding=sharding.replicated(mesh)) for name, dtype in dtypes.items()}
+
+
 def example_batch(batch_size: int, source, size, mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch, for compiling before the first one is read."""
     shape = source.images.shape[1:] if source.images is not None else (*size, 3)

@@ -86,14 +86,14 @@ def join(flags=None, timeout: float = TIMEOUT):
         return
     import jax
 
+    handler = signal.getsignal(signal.SIGTERM)
     if group is None:
         _join_tpu_pod(timeout)
     else:
         print(f"process {group.index}/{group.count}: waiting for the others at {group.coordinator}", flush=True)
         roll_call(group, timeout)
-        if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(group.coordinator, group.count, group.index)
+    signal.signal(signal.SIGTERM, handler)  # which jax has taken for a preemption service that nothing here asks
     if jax.process_count() > 1:
         place = f"process {jax.process_index()}/{jax.process_count()} on {socket.gethostname()}"
         print(f"{place}: {jax.local_device_count()} of {jax.device_count()} devices", flush=True)

@@ -117,6 +117,7 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
 
     def compile_step(batch_per_device):
         batch = inputs.example_batch(batch_per_device * mesh.size, source, spec.img_size, mesh)
+        batch["run"] = inputs.run_value_shapes(mesh)
         prepare = inputs.make_training_preparation(config, spec, source)
         static = models.structure(spec, slots)
         return program.lower_abstract_step(
