@@ -15,7 +15,18 @@ def call(*argv):
 
 def test_an_unknown_suite_is_one_line(capsys):
     assert call("--suite", "cpu") == 1
-    assert "no suite is called 'cpu'; there is: cpu-step" in capsys.readouterr().err
+    assert "no suite is called 'cpu'; there is: cpu-step, input" in capsys.readouterr().err
+
+
+@pytest.mark.parity
+def test_input_compares_host_times(tmp_path):
+    path = tmp_path / "bench.json"
+    assert call("--suite", "input", "--batch", "16", "--repeats", "1", "--json", str(path)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["32x32 decoded", "32x32 PNG records", "500x375 JPEG"]
+    for row in rows:
+        assert {"model", "batch", "dtype"} <= row.keys()
+        assert row["ratio"] == pytest.approx(row["peer_us"] / row["ours_us"], rel=0.05)
 
 
 @pytest.mark.parity

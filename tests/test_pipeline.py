@@ -150,6 +150,17 @@ def test_neither_threads_nor_processes_change_a_number(ragged):
     assert first.keys() == second.keys() and all(first[i] != second[i] for i in first)
 
 
+def test_the_host_cuts_the_window_that_the_device_would(ragged):
+    window = preprocess.Augmentation(window=0.6, interpolation="bilinear")
+    batch = take(1, ragged, 6, seed=1, start=4, size=(6, 6), augmentation=window)[0]
+    keys = preprocess.example_keys(1, 4, np.arange(6))
+    augment = jax.jit(preprocess.augment, static_argnums=(2, 3))
+    for place in (0, 5):
+        pixels = decode.decode_file(ragged.files[batch["index"][place]])
+        device = augment(pixels[None], keys[place : place + 1], (6, 6), window)[0]
+        assert np.abs(np.asarray(device) - batch["image"][place]).max() <= 1, place
+
+
 def test_without_a_crop_ragged_images_are_squashed(ragged):
     (batch,) = take(1, ragged, 3, seed=0, size=(9, 9))
     for index, image in zip(batch["index"], batch["image"], strict=True):

@@ -133,9 +133,15 @@ def host_resize_for_evaluation(image: np.ndarray | Image.Image, size, preprocess
     if not isinstance(image, Image.Image):
         image = Image.fromarray(image)
     resized, (top, left) = preprocess.evaluation_geometry(image.height, image.width, size, preprocessing)
-    if resized != (image.height, image.width):
-        image = image.resize((resized[1], resized[0]), _RESAMPLE[preprocessing.interpolation])
-    return np.asarray(image.crop((left, top, left + size[1], top + size[0])))  # beyond the image: black
+    return resize_and_cut(image, resized, (top, left), size, preprocessing.interpolation)
+
+
+def resize_and_cut(image: Image.Image, resized, place, size, interpolation: str) -> np.ndarray:
+    """Resizes to (height, width) `resized` and cuts `size` out of it at `place`; beyond the image it is black."""
+    top, left = (int(value) for value in place)
+    if tuple(resized) != (image.height, image.width):
+        image = image.resize((resized[1], resized[0]), _RESAMPLE[interpolation])
+    return np.asarray(image.crop((left, top, left + size[1], top + size[0])))
 
 
 def check(source, unreadable: str = "fail", threads: int = 8):

@@ -64,7 +64,7 @@ def train_batches(
         if source.images is not None:
             return source.read(indices, pool)
         draws = itertools.repeat(None)
-        if augmentation.crop_scale is not None:
+        if augmentation.crop_scale is not None or augmentation.window:
             draws = _draw_crops(seed, step, places)
         crop = functools.partial(_decode_cropped, source, size=size, augmentation=augmentation)
         return np.stack(list(pool.map(crop, indices.tolist(), draws)))
@@ -112,6 +112,10 @@ def evaluation_batches(
 def _decode_cropped(source, index, draws, size, augmentation):
     image = memory.open_example(source, index)
     box = (0, 0, image.height, image.width)
+    if augmentation.window:
+        resized = preprocess.covering(image.height, image.width, size, augmentation.window)
+        place = preprocess.window_offsets(draws[None], resized, size)[0]
+        return decode.resize_and_cut(image, resized, place, size, augmentation.interpolation)
     if draws is not None:
         scale, ratio = augmentation.crop_scale, augmentation.crop_ratio
         box = preprocess.crop_boxes(draws[None], image.height, image.width, scale, ratio)[0]

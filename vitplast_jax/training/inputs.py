@@ -5,6 +5,7 @@ the step, that turn uint8 images into what the model takes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +60,27 @@ def augmentation_of(config) -> preprocess.Augmentation:
     """What the config does to training images at random."""
     data = config.data
     crop = tuple(data.crop_scale) or None
-    return preprocess.Augmentation(crop, tuple(data.crop_ratio), data.shift, data.flip, data.interpolation)
+    return preprocess.Augmentation(
+        crop, tuple(data.crop_ratio), data.shift, data.flip, data.interpolation, data.window, tuple(data.jitter)
+    )
+
+
+def mixing_of(config):
+    """Returns ``(images, others, keys) -> (images, shares)`` of mixup and CutMix, or None where neither is asked."""
+    if not (config.data.mixup or config.data.cutmix):
+        return None
+    return functools.partial(preprocess.mix, mixup=config.data.mixup, cutmix=config.data.cutmix)
+
+
+def class_weights(config, source, num_classes: int):
+    """Weights [c] of the loss whose mean over the training examples is 1, or None.
+
+    Balanced: examples / (classes present * examples of the class), as in scikit-learn.
+    """
+    if config.data.class_weights == "none":
+        return None
+    counts = np.bincount(source.labels, minlength=num_classes)
+    return (len(source) / np.maximum((counts > 0).sum() * counts, 1)).astype(np.float32)
 
 
 def make_training_preparation(config, spec: models.ViTSpec, source):

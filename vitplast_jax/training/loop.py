@@ -104,6 +104,8 @@ def train_and_evaluate(config, workdir: str | Path, overwrite: bool = False) -> 
             label_smoothing=config.label_smoothing,
             accumulation=parts,
             remat=config.remat == "block",
+            class_weights=inputs.class_weights(config, train, spec.num_classes),
+            mixing=inputs.mixing_of(config),
         )
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_shardings, sharding.replicated(mesh)))
         return jitted.lower(state, frozen, batch_shapes).compile()
@@ -247,10 +249,23 @@ def say_what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping):
     )
 
 
+AUGMENTATION_KEYS = (
+    "crop_scale",
+    "crop_ratio",
+    "window",
+    "shift",
+    "flip",
+    "interpolation",
+    "jitter",
+    "mixup",
+    "cutmix",
+)
+
+
 def describe_protocol(config, spec: models.ViTSpec, train, validated: bool) -> dict[str, Any]:
     """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
     pixels = models.specs.to_dict(spec)["preprocessing"]
-    augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
+    augmentation = {key: config.data[key] for key in AUGMENTATION_KEYS}
     return {
         "data": config.data.name,
         **({"benchmark": dict(train.task)} if train.task else {}),
