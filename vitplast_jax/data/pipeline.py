@@ -110,16 +110,29 @@ def evaluation_batches(
 
 
 def _decode_cropped(source, index, draws, size, augmentation):
+    if source.sizes is not None and not augmentation.window:  # looked at before: the box is known before decoding
+        height, width = source.sizes[index, :2].tolist()
+        box = _box(draws, height, width, augmentation)
+        image = memory.open_example(source, index, decode.shrinking(box, size))
+        if (image.height, image.width) != (height, width):  # to whole pixels: at most a quarter of an output pixel
+            scale = np.asarray([image.height / height, image.width / width] * 2)
+            corners = np.round(np.asarray([box[0], box[1], box[0] + box[2], box[1] + box[3]]) * scale).astype(int)
+            box = (*corners[:2], *(corners[2:] - corners[:2]))
+        return decode.crop_and_resize(image, box, size, augmentation.interpolation)
     image = memory.open_example(source, index)
-    box = (0, 0, image.height, image.width)
     if augmentation.window:
         resized = preprocess.covering(image.height, image.width, size, augmentation.window)
         place = preprocess.window_offsets(draws[None], resized, size)[0]
         return decode.resize_and_cut(image, resized, place, size, augmentation.interpolation)
-    if draws is not None:
-        scale, ratio = augmentation.crop_scale, augmentation.crop_ratio
-        box = preprocess.crop_boxes(draws[None], image.height, image.width, scale, ratio)[0]
+    box = _box(draws, image.height, image.width, augmentation)
     return decode.crop_and_resize(image, box, size, augmentation.interpolation)
+
+
+def _box(draws, height, width, augmentation):
+    """(top, left, height, width) that an example's draws cut out of an image, all of it without a crop."""
+    if augmentation.crop_scale is None:
+        return 0, 0, height, width
+    return preprocess.crop_boxes(draws[None], height, width, augmentation.crop_scale, augmentation.crop_ratio)[0]
 
 
 def _decode_for_evaluation(source, index, size, preprocessing):

@@ -4,6 +4,8 @@ In: a checked config, a spec, a mesh. Out: sources, iterators of global arrays, 
 the step, that turn uint8 images into what the model takes.
 """
 
+import collections
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -108,7 +110,7 @@ def make_evaluation_preparation(spec: models.ViTSpec, compute_dtype: str, ragged
 
 
 def training_batches(config, source, size, mesh, first: int):
-    """Batches on the devices, from step ``first`` on."""
+    """Batches on the devices, from step ``first`` on; the next one is on its way there while a step computes."""
     batches = pipeline.train_batches(
         source,
         config.batch_size,
@@ -120,8 +122,12 @@ def training_batches(config, source, size, mesh, first: int):
         process_count=jax.process_count(),
         threads=config.data.threads,
     )
-    for batch in batches:
-        yield to_devices({"image": batch["image"], "label": batch["label"]}, mesh)
+    sent = collections.deque()
+    with contextlib.closing(batches):
+        for batch in batches:
+            sent.append(to_devices({"image": batch["image"], "label": batch["label"]}, mesh))
+            if len(sent) > 1:
+                yield sent.popleft()
 
 
 def to_devices(batch: Mapping, mesh) -> dict[str, jax.Array]:
