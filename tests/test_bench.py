@@ -34,6 +34,17 @@ SMALL = ("--model", "vit_tiny_patch16_224", "--batch", "1", "--repeats", "1", "-
 
 
 @pytest.mark.parity
+def test_input_compares_host_times(tmp_path):
+    path = tmp_path / "bench.json"
+    assert call("--suite", "input", "--batch", "16", "--repeats", "1", "--json", str(path)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["32x32 decoded", "32x32 PNG records", "500x375 JPEG"]
+    for row in rows:
+        assert {"model", "batch", "dtype"} <= row.keys()
+        assert row["ratio"] == pytest.approx(row["peer_us"] / row["ours_us"], rel=0.05)
+
+
+@pytest.mark.parity
 def test_cpu_step_compares_the_same_work(tmp_path):
     path = tmp_path / "bench.json"
     assert call("--suite", "cpu-step", *SMALL, "--json", str(path)) == 0

@@ -150,6 +150,34 @@ def test_neither_threads_nor_processes_change_a_number(ragged):
     assert first.keys() == second.keys() and all(first[i] != second[i] for i in first)
 
 
+def test_the_host_cuts_the_window_that_the_device_would(ragged):
+    window = preprocess.Augmentation(window=0.6, interpolation="bilinear")
+    batch = take(1, ragged, 6, seed=1, start=4, size=(6, 6), augmentation=window)[0]
+    keys = preprocess.example_keys(1, 4, np.arange(6))
+    augment = jax.jit(preprocess.augment, static_argnums=(2, 3))
+    for place in (0, 5):
+        pixels = decode.decode_file(ragged.files[batch["index"][place]])
+        device = augment(pixels[None], keys[place : place + 1], (6, 6), window)[0]
+        assert np.abs(np.asarray(device) - batch["image"][place]).max() <= 1, place
+
+
+def test_large_jpegs_are_decoded_smaller_where_that_is_hardly_seen(tmp_path):
+    random = np.random.RandomState(0)
+    for i in range(2):
+        (tmp_path / "ab"[i]).mkdir()
+        small = Image.fromarray(random.randint(0, 256, (12, 16, 3), np.uint8))
+        small.resize((640, 480 + 10 * i), Image.Resampling.BICUBIC).save(tmp_path / "ab"[i] / "1.jpg", quality=95)
+    source = sources.load("folder", tmp_path, validation=0, split="train")
+    looked = decode.check(source)
+    assert looked.sizes.tolist() == [[480, 640, 3], [490, 640, 3]]
+    crop = preprocess.Augmentation(crop_scale=(0.5, 1.0))
+    (exact,), (fast,) = (take(1, s, 6, seed=0, size=(32, 32), augmentation=crop) for s in (source, looked))
+    gap = np.abs(exact["image"].astype(int) - fast["image"])
+    assert 0 < gap.mean() < 1.5 and gap.max() < 16
+    assert [decode.shrinking((0, 0, *box), (224, 224)) for box in ((375, 500), (896, 900), (4000, 3000))] == [1, 2, 4]
+    assert decode.open_image(source.files[0], shrink=4).size == (160, 120)
+
+
 def test_without_a_crop_ragged_images_are_squashed(ragged):
     (batch,) = take(1, ragged, 3, seed=0, size=(9, 9))
     for index, image in zip(batch["index"], batch["image"], strict=True):

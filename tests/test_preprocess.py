@@ -274,6 +274,62 @@ def test_normalise_by_hand():
     assert white.dtype == jnp.float32
 
 
+def test_a_window_is_cut_out_of_the_resized_image_and_mirrored_after_that():
+    images = noise(16, 16, count=40)
+    keys = preprocess.example_keys(0, 0, np.arange(40))
+    out = np.asarray(augment(images, keys, (12, 12), Augmentation(window=0.75, flip=True)))  # 12 / 0.75 = 16: no resize
+    offsets = preprocess.window_offsets(np.asarray(preprocess.crop_uniforms(keys)), (16, 16), (12, 12))
+    assert offsets.min() == 0 and offsets.max() == 4 and offsets.shape == (40, 2)
+    flipped = 0
+    for image, (top, left), cut in zip(images, offsets, out, strict=True):
+        window = image[top : top + 12, left : left + 12]
+        mirrored = np.abs(cut - window[:, ::-1]).max() < 1e-2
+        flipped += mirrored
+        np.testing.assert_allclose(cut, window[:, ::-1] if mirrored else window, atol=1e-2)
+    assert 8 < flipped < 32
+    assert Augmentation(window=0.75, flip=True).after_host() == Augmentation(flip=True)
+    assert preprocess.covering(300, 400, (224, 224), 0.875) == (256, 341)
+
+
+def test_colours_by_hand():
+    image = np.asarray([[[[200.0, 100.0, 0.0], [40.0, 40.0, 40.0]]]], np.float32)
+    grey = 200 * 0.2989 + 100 * 0.587  # of the first pixel
+
+    def adjusted(*factors):
+        return np.asarray(preprocess.adjust_colours(image, np.asarray([factors], np.float32)))[0, 0]
+
+    np.testing.assert_allclose(adjusted(1, 1, 1), image[0, 0], atol=1e-4)
+    np.testing.assert_allclose(adjusted(0.5, 1, 1), image[0, 0] / 2, atol=1e-4)
+    np.testing.assert_allclose(adjusted(2, 1, 1), [[255, 200, 0], [80, 80, 80]], atol=1e-4)
+    np.testing.assert_allclose(adjusted(1, 0, 1), np.full((2, 3), (grey + 39.996) / 2), atol=1e-2)
+    np.testing.assert_allclose(adjusted(1, 1, 0), [[grey] * 3, [39.996] * 3], atol=1e-2)
+
+
+@pytest.mark.parity
+def test_colours_are_torchvisions():
+    import torch
+    from torchvision.transforms import functional as F
+
+    image = noise(9, 7)[0]
+    theirs = torch.from_numpy(image).permute(2, 0, 1).float() / 255
+    theirs = F.adjust_saturation(F.adjust_contrast(F.adjust_brightness(theirs, 1.2), 0.6), 1.5)
+    ours = preprocess.adjust_colours(image[None].astype(np.float32), np.asarray([[1.2, 0.6, 1.5]], np.float32))[0]
+    np.testing.assert_allclose(ours, theirs.permute(1, 2, 0).numpy() * 255, atol=0.05)
+
+
+def test_mixtures_have_the_share_that_they_say():
+    ones, zeros = np.ones((200, 10, 10, 1), np.float32), np.zeros((200, 10, 10, 1), np.float32)
+    keys = preprocess.example_keys(0, 0, np.arange(200))
+    mix = jax.jit(preprocess.mix, static_argnums=(3, 4))
+    for mixup, cutmix in ((0.8, 0.0), (0.0, 1.0), (0.8, 1.0)):
+        images, share = (np.asarray(x) for x in mix(ones, zeros, keys, mixup, cutmix))
+        np.testing.assert_allclose(images.mean((1, 2, 3)), share, atol=1e-5)
+        assert share.min() >= 0 and share.max() <= 1 and share.std() > 0.15
+        whole = np.isin(images, (0, 1)).all((1, 2, 3)).mean()  # CutMix alone leaves pixels as they were
+        assert (whole < 0.1, whole == 1, 0.3 < whole < 0.7)[(mixup > 0) + 2 * (cutmix > 0) - 1]
+    np.testing.assert_allclose(mix(ones[3:], zeros[3:], keys[3:], 0.8, 1.0)[1], share[3:], atol=1e-6)
+
+
 if __name__ == "__main__":
     import platform
 

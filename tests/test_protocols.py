@@ -265,7 +265,7 @@ def test_a_record_that_cannot_be_read_follows_the_policy(tmp_path):
 def call(capsys, *argv):
     tool = runpy.run_path("tools/prepare_dataset.py")
     with pytest.raises(SystemExit) as caught:
-        command.run(tool["main"], tool["__doc__"], tool["FLAGS"], list(map(str, argv)))
+        command.run(tool["main"], tool["__doc__"], tool["FLAGS"], tool["named"](list(map(str, argv))))
     return caught.value.code, *capsys.readouterr()
 
 
@@ -304,7 +304,7 @@ def test_archives_are_packed_in_the_papers_order(capsys, tmp_path, monkeypatch):
             archive.writestr(name, png(int(re.search(r"\d+|$", name)[0] or 0)).read())
     row = dataclasses.replace(protocols.task("domainnet/sketch"), classes=2)
     monkeypatch.setitem(protocols.TASKS, row.name, row)
-    status, out, _ = call(capsys, f"--name={row.name}", "--manual", tmp_path, "--output", tmp_path / "out")
+    status, out, _ = call(capsys, row.name, "--manual", tmp_path, "--output", tmp_path / "out")
     assert status == 0 and "prepared archive:domainnet/sketch" in out and "3 whole; serves domainnet/sketch" in out
     assert "nothing to do" in call(capsys, f"--name={row.name}", "--manual", tmp_path, "--output", tmp_path / "out")[1]
     part = prepared.load_prepared(row.name, str(tmp_path / "out"), "train", 0.0, 42)

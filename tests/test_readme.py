@@ -57,7 +57,7 @@ def test_other_commands_are_known_and_name_what_exists(line):
         flags, arguments = (
             (tool["COMMANDS"][words[2]][1], words[3:]) if "COMMANDS" in tool else (tool["FLAGS"], words[2:])
         )
-        command.parse(arguments, flags)
+        command.parse(tool["named"](arguments) if "named" in tool else arguments, flags)
         return
     assert words[0].split("/")[-1] == "pip" and words[1:4] == ["install", "-c", "requirements.txt"], line
     assert words[4] == "-e" and len(words) == 6

@@ -39,7 +39,12 @@ def main(flags):
     prepare.prepare(flags.name, flags.output, flags.manual, flags.downloads)
 
 
+def named(arguments: list[str]) -> list[str]:
+    """The arguments with NAME, where it stands first, as --name=NAME."""
+    if arguments and not arguments[0].startswith("-"):
+        return [f"--name={arguments[0]}", *arguments[1:]]
+    return arguments
+
+
 if __name__ == "__main__":
-    first, rest = sys.argv[1:2], sys.argv[2:]
-    named = [f"--name={argument}" if not argument.startswith("-") else argument for argument in first]
-    command.run(main, __doc__, FLAGS, [*named, *rest])
+    command.run(main, __doc__, FLAGS, named(sys.argv[1:]))

@@ -80,8 +80,13 @@ def keep(source, budget: float):
     return dataclasses.replace(source, kept={}) if total <= budget else source
 
 
-def open_example(source, index: int) -> Image.Image:
-    """An example of a ragged source as a Pillow image, from memory if it is kept there."""
+def open_example(source, index: int, shrink: int = 1) -> Image.Image:
+    """An example of a ragged source as a Pillow image, from memory if it is kept there.
+
+    One that may be decoded smaller always is, so that memory changes no number.
+    """
+    if shrink > 1:
+        return decode.open_image(source.files[index], index, shrink)
     if source.kept is None:
         return decode.open_image(source.files[index], index)
     if index not in source.kept:

@@ -64,7 +64,7 @@ def train_batches(
         if source.images is not None:
             return source.read(indices, pool)
         draws = itertools.repeat(None)
-        if augmentation.crop_scale is not None:
+        if augmentation.crop_scale is not None or augmentation.window:
             draws = _draw_crops(seed, step, places)
         crop = functools.partial(_decode_cropped, source, size=size, augmentation=augmentation)
         return np.stack(list(pool.map(crop, indices.tolist(), draws)))
@@ -110,12 +110,29 @@ def evaluation_batches(
 
 
 def _decode_cropped(source, index, draws, size, augmentation):
+    if source.sizes is not None and not augmentation.window:  # looked at before: the box is known before decoding
+        height, width = source.sizes[index, :2].tolist()
+        box = _box(draws, height, width, augmentation)
+        image = memory.open_example(source, index, decode.shrinking(box, size))
+        if (image.height, image.width) != (height, width):  # to whole pixels: at most a quarter of an output pixel
+            scale = np.asarray([image.height / height, image.width / width] * 2)
+            corners = np.round(np.asarray([box[0], box[1], box[0] + box[2], box[1] + box[3]]) * scale).astype(int)
+            box = (*corners[:2], *(corners[2:] - corners[:2]))
+        return decode.crop_and_resize(image, box, size, augmentation.interpolation)
     image = memory.open_example(source, index)
-    box = (0, 0, image.height, image.width)
-    if draws is not None:
-        scale, ratio = augmentation.crop_scale, augmentation.crop_ratio
-        box = preprocess.crop_boxes(draws[None], image.height, image.width, scale, ratio)[0]
+    if augmentation.window:
+        resized = preprocess.covering(image.height, image.width, size, augmentation.window)
+        place = preprocess.window_offsets(draws[None], resized, size)[0]
+        return decode.resize_and_cut(image, resized, place, size, augmentation.interpolation)
+    box = _box(draws, image.height, image.width, augmentation)
     return decode.crop_and_resize(image, box, size, augmentation.interpolation)
+
+
+def _box(draws, height, width, augmentation):
+    """(top, left, height, width) that an example's draws cut out of an image, all of it without a crop."""
+    if augmentation.crop_scale is None:
+        return 0, 0, height, width
+    return preprocess.crop_boxes(draws[None], height, width, augmentation.crop_scale, augmentation.crop_ratio)[0]
 
 
 def _decode_for_evaluation(source, index, size, preprocessing):

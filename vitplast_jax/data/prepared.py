@@ -64,8 +64,6 @@ def load_prepared(name, path, split, validation, seed):
         chosen = _join(parts["all"])
         indices = sources.split_indices(_labels(chosen), split, validation, seed, row.test, stratified=False)
     else:
-        if split == "train" and "train" not in parts:
-            raise UserError(f"{name} has no training images: it serves as config.measure.x_name and as a test split")
         if row.few and validation == 0 and split != "test":
             # The choice has been made: all 1000 train, nothing is left to choose by.
             chosen = _join(parts["train"] + parts["validation"]) if split == "train" else None
@@ -73,7 +71,7 @@ def load_prepared(name, path, split, validation, seed):
         elif split in parts and (split != "train" or "validation" in parts):
             chosen = _join(parts[split])
             indices = np.arange(len(chosen))
-        elif split == "test" or "train" not in parts:
+        elif split == "test":
             return None
         else:
             chosen = _join(parts["train"])

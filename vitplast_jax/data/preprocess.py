@@ -6,8 +6,8 @@ weight matrices [b, H, h] and [b, W, w]: exact at the border of a crop, where `j
 read beyond it, and cheap where images are small.
 
 Random draws (decision 7): an example's key is key(seed) folded with the step, then with its place in the global batch;
-folded again with 0 it draws the crop, with 1 the flip, with 2 the shift. The model's own draws have
-numbers from `models.layers.FIRST_PLACE` on.
+folded again with 0 it draws the crop, with 1 the flip, with 2 the shift, with 3 the colours, with 4 the mixture. The
+model's own draws have numbers from `models.layers.FIRST_PLACE` on.
 
 Resampling is that of Pillow and of torch's `antialias=True`: a triangle or a cubic (a = -0.5) widened by the scale
 when shrinking, its weights renormalised inside the crop. (torch without antialias has a = -0.75 and is not offered.)
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CROP_FOLD, FLIP_FOLD, SHIFT_FOLD = 0, 1, 2
+CROP_FOLD, FLIP_FOLD, SHIFT_FOLD, COLOUR_FOLD, MIX_FOLD = 0, 1, 2, 3, 4
 CROP_TRIES = 10
 INTERPOLATIONS = ("bilinear", "bicubic")
 
@@ -36,6 +36,9 @@ class Augmentation:
     shift: images move by up to this fraction of the side, in whole pixels of the output; black comes in. 0: no shift.
     flip: left and right change places for half of the images.
     interpolation: of the resize, "bilinear" or "bicubic".
+    window: the shorter side becomes size / window, and a random window of the output's size is cut out (resize to 256,
+      crop 224: 0.875). 0: none.
+    jitter: largest relative change of brightness, contrast and saturation, in this order; () for none.
     """
 
     crop_scale: tuple[float, float] | None = None
@@ -43,10 +46,12 @@ class Augmentation:
     shift: float = 0.0
     flip: bool = False
     interpolation: str = "bilinear"
+    window: float = 0.0
+    jitter: tuple[float, ...] = ()
 
     def after_host(self) -> Augmentation:
         """What the device has left to do when the host has cropped and resized (ragged sets)."""
-        return dataclasses.replace(self, crop_scale=None)
+        return dataclasses.replace(self, crop_scale=None, window=0.0)
 
 
 def example_keys(seed, step, places) -> jax.Array:
@@ -106,6 +111,16 @@ def crop_boxes(uniforms, heights, widths, scale, ratio):
     drawn = xp.concatenate([top, left, crop_h, crop_w], axis=1)
     central = xp.concatenate([(heights - whole_h) // 2, (widths - whole_w) // 2, whole_h, whole_w], axis=1)
     return xp.where(fits, drawn, central).astype(xp.int32)
+
+
+def window_offsets(uniforms, resized, size):
+    """Where random windows start: int32 [b, 2] rows and columns, of draws [b, tries, 4] of `crop_uniforms`.
+
+    The first try's row and column are used; numpy in, numpy out, JAX in, JAX out.
+    """
+    xp = np if isinstance(uniforms, np.ndarray) else jnp
+    room = xp.asarray([max(have - want, 0) for have, want in zip(resized, size, strict=True)], xp.int32)
+    return xp.minimum((uniforms[:, 0, 2:] * (room + 1).astype(xp.float32)).astype(xp.int32), room)
 
 
 def _kernel(x, interpolation):
@@ -169,7 +184,7 @@ def crop_resize(images, boxes, size, interpolation, *, resized=None, offset=None
 
 
 def augment(images, keys, size, augmentation: Augmentation) -> jax.Array:
-    """Random crop, flip and shift of training images.
+    """Random crop or window, flip, shift and colours of training images.
 
     Args:
       images: uint8 [b, h, w, c], c 1 or 3; of ragged sets already cropped and resized by the host (then pass
@@ -184,18 +199,90 @@ def augment(images, keys, size, augmentation: Augmentation) -> jax.Array:
     mirror = offset = None
     if augmentation.flip:
         mirror = jax.vmap(jax.random.bernoulli)(_fold(keys, FLIP_FOLD))
-    if augmentation.crop_scale is None and not augmentation.shift and (height, width) == tuple(size):
+    still = augmentation.crop_scale is None and not augmentation.shift and not augmentation.window
+    if still and (height, width) == tuple(size):
         x = images.astype(jnp.float32)
-        return _pixels(x if mirror is None else jnp.where(mirror[:, None, None, None], x[:, :, ::-1], x))
+        x = _pixels(x if mirror is None else jnp.where(mirror[:, None, None, None], x[:, :, ::-1], x))
+        return _jitter(x, keys, augmentation.jitter)
+    resized = None
+    if augmentation.window:
+        resized = covering(height, width, size, augmentation.window)
+        offset = window_offsets(crop_uniforms(keys), resized, size)
+        if mirror is not None:  # the window is cut out first, then mirrored, as the host's is
+            offset = offset.at[:, 1].set(jnp.where(mirror, resized[1] - size[1] - offset[:, 1], offset[:, 1]))
     if augmentation.shift:
         draws = jax.vmap(lambda key: jax.random.uniform(key, (2,), minval=-1.0))(_fold(keys, SHIFT_FOLD))
-        offset = jnp.round(draws * augmentation.shift * jnp.asarray(size)).astype(jnp.int32)
+        shift = jnp.round(draws * augmentation.shift * jnp.asarray(size)).astype(jnp.int32)
+        offset = shift if offset is None else offset + shift
     if augmentation.crop_scale is None:
         boxes = jnp.asarray([[0, 0, height, width]], jnp.int32)
     else:
         boxes = crop_boxes(crop_uniforms(keys), height, width, augmentation.crop_scale, augmentation.crop_ratio)
-    x = crop_resize(images, boxes, tuple(size), augmentation.interpolation, offset=offset, mirror=mirror)
-    return _pixels(x)
+    x = crop_resize(
+        images, boxes, tuple(size), augmentation.interpolation, resized=resized, offset=offset, mirror=mirror
+    )
+    return _jitter(_pixels(x), keys, augmentation.jitter)
+
+
+def _jitter(images, keys, strengths) -> jax.Array:
+    """Brightness, contrast and saturation by factors uniform in [1 - s, 1 + s]: float [b, H, W, 3], 0..255.
+
+    Each step is torchvision's on floats (blend, then clip); torchvision draws their order as well, here it is fixed.
+    """
+    if not any(strengths):
+        return images
+    draws = jax.vmap(lambda key: jax.random.uniform(key, (3,), minval=-1.0))(_fold(keys, COLOUR_FOLD))
+    factors = jnp.maximum(1 + draws * jnp.asarray(strengths), 0)
+    return adjust_colours(images, factors)
+
+
+def adjust_colours(images, factors) -> jax.Array:
+    """Brightness, contrast, saturation of float images [b, H, W, 3], 0..255, by factors [b, 3]; 1 changes nothing."""
+
+    def blend(images, other, factor):
+        factor = factor[:, None, None, None]
+        return jnp.clip(factor * images + (1 - factor) * other, 0, 255)
+
+    def grey(images):
+        return (images * jnp.asarray([0.2989, 0.587, 0.114])).sum(-1, keepdims=True)
+
+    images = blend(images, 0.0, factors[:, 0])
+    images = blend(images, grey(images).mean((1, 2, 3), keepdims=True), factors[:, 1])
+    return blend(images, grey(images), factors[:, 2])
+
+
+def mix(images, others, keys, mixup: float, cutmix: float) -> tuple[jax.Array, jax.Array]:
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) of each image with another, drawn by its own key.
+
+    Args:
+      images, others: float [b, H, W, c].
+      keys: of the images.
+      mixup, cutmix: alpha of Beta(alpha, alpha) for the share; 0: never. Where both are set, half of the images get
+        either.
+
+    Returns:
+      The mixed images, and the share [b] of each that is the first image's; the loss is mixed alike.
+    """
+    height, width = images.shape[1:3]
+
+    def draw(key):
+        kind, share, place = jax.random.split(key, 3)
+        cuts = jax.random.bernoulli(kind) if mixup and cutmix else jnp.asarray(bool(cutmix))
+        alpha = jnp.where(cuts, cutmix or 1.0, mixup or 1.0)
+        return cuts, jax.random.beta(share, alpha, alpha), jax.random.uniform(place, (2,))
+
+    cuts, share, place = jax.vmap(draw)(_fold(keys, MIX_FOLD))
+    half = jnp.sqrt(1 - share)[:, None] / 2 * jnp.asarray([height, width])
+    centre = place * jnp.asarray([height, width])
+    low = jnp.clip(jnp.round(centre - half), 0)[:, :, None]
+    high = jnp.round(centre + half)[:, :, None]
+    rows, columns = jnp.arange(height), jnp.arange(width)
+    inside = ((rows >= low[:, 0]) & (rows < high[:, 0]))[:, :, None] & (
+        (columns >= low[:, 1]) & (columns < high[:, 1])
+    )[:, None, :]
+    share = jnp.where(cuts, 1 - inside.mean((1, 2)), share)
+    kept = jnp.where(cuts[:, None, None], ~inside, share[:, None, None]).astype(images.dtype)[..., None]
+    return kept * images + (1 - kept) * others, share
 
 
 def evaluation_geometry(height: int, width: int, size, preprocessing) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -206,16 +293,21 @@ def evaluation_geometry(height: int, width: int, size, preprocessing) -> tuple[t
     Then the centre is cut out; where it is larger than the image (crop_pct above 1), the rest is black.
     "squash": both sides go straight to the output's; nothing is cut off.
     """
-    enlarged = [math.floor(side / preprocessing.crop_pct) for side in size]
     if preprocessing.resize == "squash":
         resized = tuple(size)
-    elif enlarged[0] == enlarged[1]:
-        short = min(height, width)
-        resized = tuple(enlarged[0] if side == short else int(enlarged[0] * side / short) for side in (height, width))
     else:
-        ratio = min(height / enlarged[0], width / enlarged[1])
-        resized = (round(height / ratio), round(width / ratio))
+        resized = covering(height, width, size, preprocessing.crop_pct)
     return resized, tuple(round((have - want) / 2) for have, want in zip(resized, size, strict=True))
+
+
+def covering(height: int, width: int, size, crop_pct: float) -> tuple[int, int]:
+    """(height, width) of the image whose shorter side has become floor(size / crop_pct), see `evaluation_geometry`."""
+    enlarged = [math.floor(side / crop_pct) for side in size]
+    if enlarged[0] == enlarged[1]:
+        short = min(height, width)
+        return tuple(enlarged[0] if side == short else int(enlarged[0] * side / short) for side in (height, width))
+    ratio = min(height / enlarged[0], width / enlarged[1])
+    return round(height / ratio), round(width / ratio)
 
 
 def resize_for_evaluation(images, size, preprocessing) -> jax.Array:

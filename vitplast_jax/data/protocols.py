@@ -163,7 +163,7 @@ def _plasticity_rows():
     yield Task("pet", source="tfds:oxford_iiit_pet:4.0.0", counts={"train": 3680, "test": 3669}, classes=37,
                parts=WHOLE, **row, licence="CC BY-SA 4.0", megabytes=774)  # fmt: skip
     yield Task("imagenet_val", "pretraining", "tfds:imagenet2012:5.1.0", {"validation": 50_000}, 1000,
-               {"test": (("validation", 0, None),)}, PLASTICITY, _IMAGENET_TERMS, 6400,
+               {"train": (("validation", 0, None),)}, PLASTICITY, _IMAGENET_TERMS, 6400,
                files=("ILSVRC2012_img_val.tar",),
                manual="ILSVRC2012_img_val.tar from image-net.org/download-images (after registering)")  # fmt: skip
     yield Task("fashion_mnist_tfds", "other", "tfds:fashion_mnist:3.0.1", {"train": 60_000, "test": 10_000}, 10,

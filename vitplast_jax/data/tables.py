@@ -101,6 +101,8 @@ def load_parquet(name, path, split, validation, seed):
             column = _bytes_of(column, file)
         if not (types.is_binary(column.type) or types.is_large_binary(column.type)) or column.null_count:
             raise UserError(f"{file}: column {image} is {column.type}, expected encoded images (bytes) in every row")
+        if table[label].null_count:
+            raise UserError(f"{file}: column {label} has {table[label].null_count} rows without a value")
         class_names = class_names or _hub_names(table.schema.metadata, label)
         holder = records.ParquetColumn(file, column)
         listed = parts.setdefault(part, Listed())
@@ -119,7 +121,7 @@ def _bytes_of(column, file):
     place = fields.index("bytes")
     from pyarrow import chunked_array
 
-    return chunked_array([chunk.field(place) for chunk in column.chunks], column.type[place].type)
+    return chunked_array([chunk.flatten()[place] for chunk in column.chunks], column.type[place].type)
 
 
 def _hub_names(metadata, label):

@@ -264,6 +264,20 @@ FIELDS: dict[str, Field] = {
     "data.crop_ratio": numbers((0.75, 4 / 3), (2,), "low,high with 0 < low <= high", _crop, "its width over height"),
     "data.shift": number(0.0, "from 0 to 0.5", lambda x: 0 <= x <= 0.5, "largest random shift, as a share of the side"),
     "data.flip": switch(True, "random left-right flips"),
+    "data.window": number(
+        0.0, "from 0 to 1", lambda x: 0 <= x <= 1, "random window as a share of the shorter side (224 of 256: 0.875)"
+    ),
+    "data.jitter": numbers(
+        (), (0, 3), "three numbers from 0, or ()", lambda *x: min(x) >= 0, "brightness, contrast, saturation"
+    ),
+    "data.mixup": number(0.0, "from 0", lambda x: x >= 0, "alpha of mixup; 0: off"),
+    "data.cutmix": number(0.0, "from 0", lambda x: x >= 0, "alpha of CutMix; 0: off"),
+    "data.class_weights": choice("none", ("none", "balanced"), "of the loss; balanced: rare classes count more"),
+    "data.resize": choice("", ("", "shorter", "squash"), "of evaluation; empty: the model's own"),
+    "data.crop_pct": number(
+        0.0, "from 0", lambda x: x >= 0, "of evaluation: size over shorter side; 0: the model's own"
+    ),
+    "data.test_interpolation": choice("", ("", "bilinear", "bicubic"), "of evaluation; empty: the model's own"),
     "data.interpolation": choice("bilinear", ("bilinear", "bicubic"), "of the training crop"),
     "data.mean": numbers((), (0, 1, 3), "1 or 3 numbers, or () for the model's own", lambda *x: True, "normalisation"),
     "data.std": numbers(
@@ -425,6 +439,8 @@ def _conflicts(v: dict[str, Any]) -> list[str]:
     if not v["peft.method"]:
         lone = [key for key in FIELDS if key.startswith("peft.") and v[key] != FIELDS[key].default]
         found += [f"config.{key} changes nothing without config.peft.method" for key in lone]
+    if v["data.window"] and v["data.crop_scale"]:
+        found.append("config.data.window and config.data.crop_scale are two ways to crop; set crop_scale to ()")
     if bool(v["data.mean"]) != bool(v["data.std"]):
         found.append("config.data.mean and config.data.std are given together or not at all")
     return found

@@ -4,7 +4,10 @@ In: a checked config, a spec, a mesh. Out: sources, iterators of global arrays, 
 the step, that turn uint8 images into what the model takes.
 """
 
+import collections
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +62,27 @@ def augmentation_of(config) -> preprocess.Augmentation:
     """What the config does to training images at random."""
     data = config.data
     crop = tuple(data.crop_scale) or None
-    return preprocess.Augmentation(crop, tuple(data.crop_ratio), data.shift, data.flip, data.interpolation)
+    return preprocess.Augmentation(
+        crop, tuple(data.crop_ratio), data.shift, data.flip, data.interpolation, data.window, tuple(data.jitter)
+    )
+
+
+def mixing_of(config):
+    """Returns ``(images, others, keys) -> (images, shares)`` of mixup and CutMix, or None where neither is asked."""
+    if not (config.data.mixup or config.data.cutmix):
+        return None
+    return functools.partial(preprocess.mix, mixup=config.data.mixup, cutmix=config.data.cutmix)
+
+
+def class_weights(config, source, num_classes: int):
+    """Weights [c] of the loss whose mean over the training examples is 1, or None.
+
+    Balanced: examples / (classes present * examples of the class), as in scikit-learn.
+    """
+    if config.data.class_weights == "none":
+        return None
+    counts = np.bincount(source.labels, minlength=num_classes)
+    return (len(source) / np.maximum((counts > 0).sum() * counts, 1)).astype(np.float32)
 
 
 def make_training_preparation(config, spec: models.ViTSpec, source):
@@ -87,7 +110,7 @@ def make_evaluation_preparation(spec: models.ViTSpec, compute_dtype: str, ragged
 
 
 def training_batches(config, source, size, mesh, first: int):
-    """Batches on the devices, from step ``first`` on."""
+    """Batches on the devices, from step ``first`` on; the next one is on its way there while a step computes."""
     batches = pipeline.train_batches(
         source,
         config.batch_size,
@@ -99,8 +122,12 @@ def training_batches(config, source, size, mesh, first: int):
         process_count=jax.process_count(),
         threads=config.data.threads,
     )
-    for batch in batches:
-        yield to_devices({"image": batch["image"], "label": batch["label"]}, mesh)
+    sent = collections.deque()
+    with contextlib.closing(batches):
+        for batch in batches:
+            sent.append(to_devices({"image": batch["image"], "label": batch["label"]}, mesh))
+            if len(sent) > 1:
+                yield sent.popleft()
 
 
 def to_devices(batch: Mapping, mesh) -> dict[str, jax.Array]:

@@ -116,9 +116,9 @@ def train_and_evaluate(
     batch_shapes = {**inputs.example_batch(config.batch_size, train, spec.img_size, mesh), "run": target_of(run_values)}
 
     def compile_step(parts):
-        static = models.structure(spec, start.slots)
+        static, weights = models.structure(spec, start.slots), inputs.class_weights(config, train, spec.num_classes)
         return program.lower_step(
-            config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts
+            config, static, mesh, optimizer, schedule, prepare, state, frozen, batch_shapes, parts, weights
         ).compile()
 
     def compile_programs():
@@ -290,10 +290,23 @@ def what_trains(spec: models.ViTSpec, params: Mapping, mask: Mapping) -> str:
     )
 
 
+AUGMENTATION_KEYS = (
+    "crop_scale",
+    "crop_ratio",
+    "window",
+    "shift",
+    "flip",
+    "interpolation",
+    "jitter",
+    "mixup",
+    "cutmix",
+)
+
+
 def describe_protocol(config, spec: models.ViTSpec, train, validated: bool) -> dict[str, Any]:
     """What must agree before two results may be compared: data, splits, pixels, training augmentation, selection."""
     pixels = models.specs.to_dict(spec)["preprocessing"]
-    augmentation = {key: config.data[key] for key in ("crop_scale", "crop_ratio", "shift", "flip", "interpolation")}
+    augmentation = {key: config.data[key] for key in AUGMENTATION_KEYS}
     return {
         "data": config.data.name,
         **({"benchmark": dict(train.task)} if train.task else {}),

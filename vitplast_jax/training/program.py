@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from vitplast_jax import sharding, trees
-from vitplast_jax.training import optim
+from vitplast_jax.training import inputs, optim
 from vitplast_jax.training.run import kept_dtype
 from vitplast_jax.training.step import TrainState, make_train_step
 
@@ -23,17 +23,18 @@ def state_shardings(mesh, optimizer, trainable: trees.Tree) -> TrainState:
     return sharding.like(mesh, jax.eval_shape(lambda tree: initial_state(optimizer, tree), trainable), trainable)
 
 
-def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen, batch, parts: int = 1):
+def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen, batch, parts=1, class_weights=None):
     """Lowers one training step.
 
     Args:
-      config: ``seed label_smoothing remat`` are read.
+      config: ``seed label_smoothing remat data`` are read.
       static: the model's structure.
       mesh: where it runs; its devices may be those of a machine that is not there.
       optimizer, schedule: from :func:`vitplast_jax.training.optim.make_optimizer`.
       prepare: ``(uint8 images, keys) -> images``, from :func:`vitplast_jax.training.inputs.make_training_preparation`.
       state, frozen, batch: arrays, or shapes with shardings.
       parts: in which a batch is computed one after the other.
+      class_weights: [c], what an example of a class counts in the loss; None: all the same.
     """
     step = make_train_step(
         static,
@@ -44,6 +45,8 @@ def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen
         label_smoothing=config.label_smoothing,
         accumulation=parts,
         remat=config.remat,
+        class_weights=class_weights,
+        mixing=inputs.mixing_of(config),
     )
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh))).lower(

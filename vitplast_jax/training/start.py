@@ -120,6 +120,10 @@ def _with_settings(spec: models.ViTSpec, config) -> models.ViTSpec:
         known = preprocessing or models.Preprocessing()
         mean, std = (tuple(v) * 3 if len(v) == 1 else tuple(v) for v in (config.data.mean, config.data.std))
         preprocessing = dataclasses.replace(known, mean=mean, std=std)
+    data = config.data
+    own = {"resize": data.resize, "crop_pct": data.crop_pct, "interpolation": data.test_interpolation}
+    if preprocessing is not None:
+        preprocessing = dataclasses.replace(preprocessing, **{key: value for key, value in own.items() if value})
     if preprocessing is None:
         raise UserError(
             f"the pixel statistics of {spec.name} are not known: say --config.data.mean=... and --config.data.std=... "

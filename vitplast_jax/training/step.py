@@ -40,6 +40,8 @@ def make_train_step(
     label_smoothing: float = 0.0,
     accumulation: int = 1,
     remat: str = "none",
+    class_weights=None,
+    mixing: Callable | None = None,
 ) -> Callable:
     """Returns ``train_step(state, frozen, batch) -> (state, metrics)``.
 
@@ -56,11 +58,23 @@ def make_train_step(
       label_smoothing: mass given to all classes alike.
       accumulation: parts of equal size in which a batch is computed one after the other.
       remat: which activations are recomputed in the backward pass, a name in :data:`vitplast_jax.models.layers.REMAT`.
+      class_weights: [c], what an example of a class counts in the loss (the mean is over examples, not weights).
+      mixing: ``(images, others, keys) -> (images, shares [b])``; the other of an image is the next row of the global
+        batch, so that neither parts nor devices change it.
     """
 
-    def mean_loss(trainable, frozen, images, labels, keys):
-        logits = models.apply(static, trainable, frozen, prepare(images, keys), keys, remat=remat)
-        return cross_entropy(logits, labels, label_smoothing).mean()
+    def losses(logits, labels):
+        each = cross_entropy(logits, labels, label_smoothing)
+        return each if class_weights is None else each * jnp.asarray(class_weights)[labels]
+
+    def mean_loss(trainable, frozen, images, labels, keys, *other):
+        inputs, share = prepare(images, keys), None
+        if other:
+            inputs, share = mixing(inputs, prepare(other[0], other[2]), keys)
+        logits = models.apply(static, trainable, frozen, inputs, keys, remat=remat)
+        if share is None:
+            return losses(logits, labels).mean()
+        return (share * losses(logits, labels) + (1 - share) * losses(logits, other[1])).mean()
 
     def train_step(state: TrainState, frozen: Mapping, batch: Mapping):
         rows = batch["label"].shape[0]
@@ -68,6 +82,9 @@ def make_train_step(
         peak = {} if given is None else {"learning_rate": given["learning_rate"]}
         keys = preprocess.example_keys(seed if given is None else given["seed"], state.step, jnp.arange(rows))
         arguments = (batch["image"], batch["label"], keys)
+        if mixing is not None:
+            following = jnp.roll(jnp.arange(rows), -1)
+            arguments += tuple(argument[following] for argument in arguments)
         if accumulation == 1:
             loss, grads = jax.value_and_grad(mean_loss)(state.trainable, frozen, *arguments)
         else:
