@@ -78,8 +78,9 @@ def test_the_difference_of_two_pairs_is_exact_and_exactly_zero_at_the_start(rank
 
     @jax.jit  # compiled, where products and subtractions may be fused into one rounding
     def differences(p, q, p0, q0):
-        left, right = ao.ao_pair_difference(p, q, p0, q0, rank)
-        return x @ left @ right, ao.project_difference(x, p, p0, rank), ao.expand_difference(y, q, q0)
+        dp, dq = p - p0, q - q0
+        left, right = ao.ao_pair_difference(p0, q0, dp, dq, rank)
+        return x @ left @ right, ao.project_difference(x, p0, dp, rank), ao.expand_difference(y, q0, dq)
 
     deltas = [formula(a, rank) - formula(b, rank) for a, b in ((p, p0), (q, q0))]
     expected = x @ (formula(p, rank) @ formula(q, rank).T - formula(p0, rank) @ formula(q0, rank).T)
@@ -162,3 +163,17 @@ def test_leading_axes():
 def test_impossible_ranks_are_said(rank):
     with pytest.raises(UserError, match=f"rank is {rank}; an AO matrix of a vector of 12 entries has 1 to 12 columns"):
         ao.ao_matrix(jnp.ones(N), rank)
+
+
+@jax.jit
+def _change_of_norm(start, end):
+    return ao.normalized_change(start, end - start)
+
+
+def test_the_change_of_a_normalised_vector_is_exact_and_zero_without_a_change():
+    start, end = f32(vector(0)), f32(vector(1))
+    unit, change = _change_of_norm(start, end)
+    np.testing.assert_allclose(unit, ao.normalized(start), atol=1e-6)
+    np.testing.assert_allclose(unit + change, ao.normalized(end), atol=1e-6)
+    np.testing.assert_array_equal(_change_of_norm(start, start)[1], 0.0)
+    assert np.isfinite(_change_of_norm(start, jnp.zeros(N))[1]).all()

@@ -65,6 +65,7 @@ def test_lora_on_timm(name, tmp_path):
 
 
 @pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses an old name
 @pytest.mark.parametrize("name", ["free", "ao from zero"])
 def test_lora_on_transformers(name, tmp_path):
     hf, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")

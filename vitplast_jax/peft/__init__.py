@@ -6,6 +6,7 @@ files of kilobytes.
 The functions `attach` and `merge` hide the modules of the same names: import what else is in those from them.
 """
 
+from vitplast_jax.peft import geometry
 from vitplast_jax.peft.ao import ao_expand, ao_matrix, ao_project
 from vitplast_jax.peft.attach import attach
 from vitplast_jax.peft.hf import save_hf_peft
@@ -19,6 +20,7 @@ __all__ = [
     "ao_matrix",
     "ao_project",
     "attach",
+    "geometry",
     "load",
     "merge",
     "save",

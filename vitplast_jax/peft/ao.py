@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from vitplast_jax.errors import UserError
 
 GUARD = 2.0**-20
+_TINY = 1e-30  # a squared norm below which a vector counts as zero
 
 
 @functools.partial(jax.jit, static_argnames="rank")
@@ -108,59 +109,69 @@ def ao_pair(p, q, rank: int, scales=None):
     return left, right, scales[1:]
 
 
-def ao_pair_difference(p, q, start_p, start_q, rank: int):
+def ao_pair_difference(start_p, start_q, change_p, change_q, rank: int):
     """AO(p) AO(q)^T - AO(p0) AO(q0)^T as ``left @ right``, without a diagonal block: that cancels.
 
-    Every term is written as a product with a difference, so that the result is exactly zero at p0, q0, and loses no
-    digits near them.
+    Every term is written as a product with a change, so that the result is exactly zero where nothing has changed, and
+    loses no digits near there.
 
     Args:
-      p, start_p: [n], q, start_q: [m].
+      start_p, start_q: p0 [n] and q0 [m].
+      change_p, change_q: p - p0 [n] and q - q0 [m].
       rank: 1 to min(n, m).
     Returns:
       left [n, 6], right [6, m], in float32 or wider.
     """
-    _check_rank(rank, min(p.size, q.size))
-    p, q, p0, q0 = _wide(p), _wide(q), _wide(start_p), _wide(start_q)
-    n, m = p.size, q.size
-    u0, w, w0 = p0[1:rank], q[1:rank], q0[1:rank]
-    du, dw = p[1:rank] - u0, w - w0
-    c0, dc, other, dother = _spoke(p0), spoke_difference(p, p0), _spoke(q), spoke_difference(q, q0)
+    n, m = start_p.size, start_q.size
+    _check_rank(rank, min(n, m))
+    p0, q0, dp, dq = _wide(start_p), _wide(start_q), _wide(change_p), _wide(change_q)
+    q, u0, w0, du, dw = q0 + dq, p0[1:rank], q0[1:rank], dp[1:rank], dq[1:rank]
+    c0, dc, other, dother = _spoke(p0), spoke_difference(p0, dp), _spoke(q), spoke_difference(q0, dq)
     dot0 = jnp.vdot(u0, w0)
-    change = jnp.vdot(du, w) + jnp.vdot(u0, dw)
-    left = [p - p0, _embed(dw, n), dc, p0, _embed(w0, n), c0]
-    right = [q, -other, (dot0 + change) * other - _embed(p[1:rank], m)]
-    right += [q - q0, -dother, change * other + dot0 * dother - _embed(du, m)]
+    change = jnp.vdot(du, q[1:rank]) + jnp.vdot(u0, dw)
+    left = [dp, _embed(dw, n), dc, p0, _embed(w0, n), c0]
+    right = [q, -other, (dot0 + change) * other - _embed(u0 + du, m)]
+    right += [dq, -dother, change * other + dot0 * dother - _embed(du, m)]
     return jnp.stack(left, axis=1), jnp.stack(right)
 
 
-def spoke_difference(q, start):
-    """c(q) - c(q0) for c = [1, v / (1 + q0)]: exactly zero for equal vectors (no product meets a subtraction)."""
-    q, start = _wide(q), _wide(start)
-    v, v0 = q[1:], start[1:]
-    change = _ratio(v - v0, 1 + q[0]) + v0 * (_inverse(1 + q[0]) - _inverse(1 + start[0]))
-    return jnp.concatenate([jnp.zeros((1,), q.dtype), change])
+def spoke_difference(start, change):
+    """c(q) - c(q0) for c = [1, v / (1 + q0)], q = start + change: exactly zero without a change."""
+    start, change = _wide(start), _wide(change)
+    first = 1 + start[0]
+    moved = _ratio(change[1:], first + change[0])
+    moved = moved + start[1:] * (_inverse(first + change[0]) - _inverse(first))
+    return jnp.concatenate([jnp.zeros((1,), start.dtype), moved])
 
 
-def project_difference(x, q, start, rank: int):
-    """``x @ (AO(q) - AO(q0))``: x [..., n] -> [..., rank], exactly zero at q0; in float32 or wider."""
-    q, q0, tokens = _wide(q), _wide(start), _wide(x)
-    columns = jnp.stack([q - q0, spoke_difference(q, q0), _spoke(q0)], axis=1)
+def project_difference(x, start, change, rank: int):
+    """``x @ (AO(start + change) - AO(start))``: x [..., n] -> [..., rank], exactly zero without a change; float32."""
+    q0, dq, tokens = _wide(start), _wide(change), _wide(x)
+    columns = jnp.stack([dq, spoke_difference(q0, dq), _spoke(q0)], axis=1)
     parts = _dot(tokens, columns)
-    u, du = q[1:rank], q[1:rank] - q0[1:rank]
-    rest = -(parts[..., 1:2] * _row(u, tokens) + parts[..., 2:] * _row(du, tokens))
+    du = dq[1:rank]
+    rest = -(parts[..., 1:2] * _row(q0[1:rank] + du, tokens) + parts[..., 2:] * _row(du, tokens))
     return jnp.concatenate([parts[..., :1], rest], axis=-1)
 
 
-def expand_difference(y, q, start):
-    """``y @ (AO(q) - AO(q0))^T``: y [..., rank] -> [..., n], exactly zero at q0; in float32 or wider."""
+def expand_difference(y, start, change):
+    """``y @ (AO(start + change) - AO(start))^T``: y [..., rank] -> [..., n], exactly zero without a change; float32."""
     rank = y.shape[-1]
-    q, q0, narrow = _wide(q), _wide(start), _wide(y)
-    u, du = q[1:rank], q[1:rank] - q0[1:rank]
-    columns = jnp.stack([u, du], axis=1)
-    along = _dot(narrow[..., 1:], columns)
-    rows = jnp.stack([q - q0, -spoke_difference(q, q0), -_spoke(q0)])
+    q0, dq, narrow = _wide(start), _wide(change), _wide(y)
+    du = dq[1:rank]
+    along = _dot(narrow[..., 1:], jnp.stack([q0[1:rank] + du, du], axis=1))
+    rows = jnp.stack([dq, -spoke_difference(q0, dq), -_spoke(q0)])
     return _dot(jnp.concatenate([narrow[..., :1], along], axis=-1), rows)
+
+
+def normalized_change(start, change):
+    """(start / ||start||, how that changes when ``change`` is added): the second is exactly zero without a change."""
+    start, change = _wide(start), _wide(change)
+    end = start + change
+    before, after = jnp.vdot(start, start), jnp.vdot(end, end)
+    before, after = (jnp.sqrt(jnp.where(square > _TINY, square, 1.0)) for square in (before, after))
+    grown = jnp.vdot(change, start + end)  # ||end||^2 - ||start||^2
+    return start / before, change / after - start * (grown / (after * before * (after + before)))
 
 
 def normalized(q):

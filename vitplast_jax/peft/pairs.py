@@ -63,17 +63,23 @@ class AoPair(nnx.Module):
             nnx.Param(jnp.zeros((m,))) if settings.from_zero and not settings.tied else nnx.data(None)
         )
 
-    def _vectors(self, start: bool = False):
-        down, up = (self.start_down_vector, self.start_up_vector) if start else (self.down_vector, self.up_vector)
-        return tuple(
-            ao.normalized(vector[...]) if self.normalize else vector[...]
-            for vector in (down, down if up is None else up)
-        )
+    def _vectors(self):
+        """p and q."""
+        vectors = (self.down_vector, self.down_vector if self.up_vector is None else self.up_vector)
+        return tuple(ao.normalized(vector[...]) if self.normalize else vector[...] for vector in vectors)
+
+    def _changes(self):
+        """(p0, p - p0) and (q0, q - q0)."""
+        down = (self.start_down_vector, self.down_vector)
+        up = down if self.up_vector is None else (self.start_up_vector, self.up_vector)
+        pairs = ((start[...], vector[...] - start[...]) for start, vector in (down, up))
+        return tuple(ao.normalized_change(*pair) if self.normalize else pair for pair in pairs)
 
     def factors(self):
         """left [n, k], right [k, m] with k = 3 or, from zero, 6, and a diagonal block [rank - 1] or None; float32."""
         if self.start_down_vector is not None:
-            left, right = ao.ao_pair_difference(*self._vectors(), *self._vectors(start=True), self.rank)
+            (p0, dp), (q0, dq) = self._changes()
+            left, right = ao.ao_pair_difference(p0, q0, dp, dq, self.rank)
             return left, right, None
         scales = None if self.scales is None else self.scales[...]
         left, right, diagonal = ao.ao_pair(*self._vectors(), self.rank, scales)
@@ -83,9 +89,7 @@ class AoPair(nnx.Module):
         """The same product as plain factors: AO(p) and AO(q), and from zero the frozen ones beside them."""
         down, up = (ao.ao_matrix(vector, self.rank).astype(jnp.float32) for vector in self._vectors())
         if self.start_down_vector is not None:
-            start_down, start_up = (
-                ao.ao_matrix(vector, self.rank).astype(jnp.float32) for vector in self._vectors(start=True)
-            )
+            start_down, start_up = (ao.ao_matrix(start, self.rank).astype(jnp.float32) for start, _ in self._changes())
             return jnp.concatenate([down, -start_down], axis=1), jnp.concatenate([up, start_up], axis=1).T
         if self.scales is not None:
             up = up * self.scales[...][None, :]
@@ -93,23 +97,23 @@ class AoPair(nnx.Module):
 
     def branch(self, x, bias, activate):
         """``activate(x AO(p) + bias) diag(scales) AO(q)^T``; from zero, less the same of the start vectors."""
-        p, q = self._vectors()
         if self.start_down_vector is None:
+            p, q = self._vectors()
             hidden = ao.ao_project(x, p, self.rank)
             hidden = activate(hidden if bias is None else hidden + bias.astype(x.dtype))
             if self.scales is not None:
                 hidden = hidden * _row(self.scales[...].astype(x.dtype), hidden)
             return ao.ao_expand(hidden, q) * jnp.asarray(self.multiplier, x.dtype)
-        p0, q0 = self._vectors(start=True)
+        (p0, dp), (q0, dq) = self._changes()
         start = ao.ao_project(x, p0, self.rank).astype(jnp.float32)
-        change = ao.project_difference(x, p, p0, self.rank)
+        change = ao.project_difference(x, p0, dp, self.rank)
         if bias is not None:
             change = change + _row(bias.astype(jnp.float32), change)
         # activate(start + change) - activate(start) may round to something else than 0 where change is 0; the tangent
         # is 0 there and has the right derivative.
         before, tangent = jax.jvp(activate, (start,), (change,))
         moved = jnp.where(change == 0, tangent, activate(start + change) - before)
-        return (ao.ao_expand(moved, q) + ao.expand_difference(before, q, q0)).astype(x.dtype)
+        return (ao.ao_expand(moved, q0 + dq) + ao.expand_difference(before, q0, dq)).astype(x.dtype)
 
 
 def _row(vector, like):
