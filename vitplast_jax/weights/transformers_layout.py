@@ -48,7 +48,7 @@ def family(spec):
             problems.append("LayerScale with other tokens or positions than DINOv2's")
     else:
         name = "deit" if spec.distilled else "vit"
-        if spec.registers or spec.gated or spec.pos_prefix != "all" or not spec.pos_embed:
+        if spec.registers or spec.gated or spec.prefix_rows != spec.prefix or not spec.pos_embed:
             problems.append("registers, a gated MLP or prefix tokens without positions, but no LayerScale")
         if spec.pool not in ("token", "distilled"):
             problems.append(f"pooling {spec.pool}")
