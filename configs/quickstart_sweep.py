@@ -16,7 +16,7 @@ def get_config():
     config.sweep = (
         "data.name=digits|digits_cluttered",
         "trainable=mha|fc1|fc2|ln1|ln2|emb|all",
-        "learning_rate=1e-3|3e-3|1e-2",
+        "learning_rate=3e-3|1e-2|3e-2",
         "seed=0|1",
     )
     config.data.crop_scale = ()

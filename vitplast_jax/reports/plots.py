@@ -339,7 +339,10 @@ def _plot_rates(axes, groups, cells):
         rates = sorted(by_rate)
         means = [np.mean(by_rate[rate]) for rate in rates]
         axes.plot(rates, means, color=color, marker=marker, linestyle=line, markersize=6, label=group["config"])
+    asked = sorted({cell["learning_rate"] for cell in cells})
     axes.set_xscale("log")
+    axes.set_xticks(asked, [f"{rate:g}" for rate in asked])
+    axes.minorticks_off()
     axes.set(title="Validation accuracy (%)", xlabel="learning rate")
     axes.legend(ncols=2, fontsize=9, handlelength=3)
 
