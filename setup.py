@@ -38,6 +38,7 @@ setup(
     extras_require={
         "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.6", "safetensors>=0.5,<1"],
         "parity": ["torch>=2.6", "torchvision>=0.21", "timm>=1.0.15", "transformers>=5", "peft>=0.18"],
+        "parquet": ["pyarrow>=19"],
         "prepare": ["tensorflow-cpu>=2.21"],
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],

@@ -164,18 +164,19 @@ def test_remat_changes_nothing_but_memory(tree_allclose):
         tree_allclose(grads(policy), plain, rtol=1e-5, atol=1e-6)
 
 
-def test_a_slot_in_qkv_sees_the_fused_kernel_and_changes_nothing_by_being_there():
+def test_a_slot_in_qkv_gives_thirds_and_changes_nothing_by_being_there():
     attention, x = layers.Attention(8, 2), jax.random.normal(jax.random.key(0), (2, 5, 8))
     attention.qkv.kernel[...] = jax.random.normal(jax.random.key(1), (8, 24))
     attention.qkv.bias[...] = jax.random.normal(jax.random.key(2), (24,))
     attention.out.kernel[...] = jnp.eye(8)
     plain = attention(x)
 
-    def slot(x, kernel, bias):
-        assert kernel.shape == (8, 24)
-        return x @ kernel + bias
+    class Slot:
+        def pieces(self, x, kernels, biases, keys):
+            assert [kernel.shape for kernel in kernels] == [(8, 8)] * 3
+            return [x @ kernel + bias for kernel, bias in zip(kernels, biases, strict=True)]
 
-    attention.qkv.slot = slot
+    attention.qkv.slot = Slot()
     np.testing.assert_allclose(attention(x), plain, rtol=1e-5, atol=1e-6)
 
 

@@ -116,8 +116,9 @@ def test_every_method(name, base, forward, tmp_path):
     params = models.parameters(model)
 
     # R48: what a fresh one leaves of the output; off (the base itself) is untouched.
-    if fresh == "bits":
-        np.testing.assert_array_equal(forward(model), before)
+    if fresh == "bits":  # operation by operation: a compiler rounds a fused sum of zero as it pleases
+        np.testing.assert_array_equal(model(IMAGES), base(IMAGES))
+        np.testing.assert_allclose(forward(model), before, atol=1e-6)
     elif fresh == "nearly":
         np.testing.assert_allclose(forward(model), before, atol=1e-5)
     else:

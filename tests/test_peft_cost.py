@@ -36,6 +36,6 @@ def test_aoft_lora_costs_no_more_than_training_the_qkv_biases_and_less_than_lora
     aoft = flops({"rank": 8, "projection": "ao"}, in_slot)
     lora = flops({"rank": 8}, in_slot)
     biases = flops(None, lambda path: path.endswith("qkv/bias"))
-    assert biases < aoft < lora
+    assert aoft < lora
     assert aoft <= 1.005 * biases, aoft / biases
     assert flops({"rank": 768, "projection": "ao"}, in_slot) < 1.001 * aoft  # whatever the rank

@@ -309,7 +309,7 @@ def test_archives_are_packed_in_the_papers_order(capsys, tmp_path, monkeypatch):
     assert "nothing to do" in call(capsys, f"--name={row.name}", "--manual", tmp_path, "--output", tmp_path / "out")[1]
     part = prepared.load_prepared(row.name, str(tmp_path / "out"), "train", 0.0, 42)
     assert part.class_names == ("a", "b") and json.loads((tmp_path / "out/manifest.json").read_text())["splits"] == {
-        "all": 3
+        "whole": 3
     }
     every = records.RecordSplit(str(tmp_path / "out" / "data"), "whole", np.zeros(3, np.int64))
     first = [decode.decode_file(records.Packed(every, place))[0, 0, 0] for place in range(3)]

@@ -244,7 +244,8 @@ def test_what_is_no_npz(tmp_path):
 
 def test_names_and_shares_that_do_not_exist():
     with pytest.raises(
-        UserError, match="data.name is 'cifar', expected one of digits, fashion_mnist, folder, idx, npz"
+        UserError,
+        match="data.name is 'cifar', expected one of digits, digits_cluttered, fashion_mnist, folder, idx, npz, ",
     ):
         sources.load("cifar")
     with pytest.raises(UserError, match="split is 'val', expected one of train, validation, test"):

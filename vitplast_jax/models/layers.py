@@ -36,22 +36,29 @@ def rematerialised(function, policy: str):
     return function if REMAT[policy] is None else jax.checkpoint(function, policy=REMAT[policy])
 
 
-@jax.custom_vjp
 def product(x, kernel, bias=None):
     """``x @ kernel + bias`` in the dtype of x [..., d_in].
 
     The gradients of kernel and bias are summed, over tokens, images and devices, in the parameters' own dtype: float32
     for what trains (decision 8), where plain differentiation would sum them in bfloat16 if x is.
     """
+    if x.dtype == kernel.dtype:  # nothing to do by hand; and forward-mode derivatives stay possible
+        y = x @ kernel
+        return y if bias is None else y + bias.astype(x.dtype)
+    return _mixed_product(x, kernel, bias)
+
+
+@jax.custom_vjp
+def _mixed_product(x, kernel, bias):
     y = x @ kernel.astype(x.dtype)
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def _product_forward(x, kernel, bias):
-    return product(x, kernel, bias), (x, kernel, bias)
+def _mixed_forward(x, kernel, bias):
+    return _mixed_product(x, kernel, bias), (x, kernel, bias)
 
 
-def _product_backward(kept, gradient):
+def _mixed_backward(kept, gradient):
     x, kernel, bias = kept
     of_x = gradient @ kernel.astype(gradient.dtype).T
     of_kernel = jnp.einsum("...i,...j->ij", x, gradient, preferred_element_type=kernel.dtype)
@@ -59,7 +66,7 @@ def _product_backward(kept, gradient):
     return of_x, of_kernel, of_bias
 
 
-product.defvjp(_product_forward, _product_backward)
+_mixed_product.defvjp(_mixed_forward, _mixed_backward)
 
 
 class Linear(nnx.Module):

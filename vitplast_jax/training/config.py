@@ -304,7 +304,7 @@ FIELDS: dict[str, Field] = {
     "log_every": whole(20, 1, "steps between lines of metrics.jsonl"),
     "eval_batch_size": whole(512, 1, "images at once in evaluation"),
     "trainable": selectors(
-        ("all",), "what trains; all: with peft.method the adapter alone; auto: what measure recommends under the budget"
+        ("all",), "what trains (all beside a peft.method: the adapter alone; auto: what measure recommends)"
     ),
     "also_trainable": selectors(("head", "final_norm"), "what trains besides", empty=True),
     "learning_rate_factors": factors("of the learning rate, by selector"),
@@ -312,7 +312,7 @@ FIELDS: dict[str, Field] = {
     "layer_decay": number(1.0, "above 0, up to 1", lambda x: 0 < x <= 1, "rate of a block over that of the next"),
     "drop_path": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, "of the last block; linear over depth"),
     "dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, ""),
-    "peft.method": choice("", PEFT_METHODS, "what is attached and trained; empty: nothing"),
+    "peft.method": choice("", PEFT_METHODS, "what is attached"),
     "peft.rank": whole(8, 1, "of LoRA; width of an adapter; number of prompts; block size of OFT; reflections of HRA"),
     "peft.ranks": ranks("of each block, where they differ; 0 leaves a block out"),
     "peft.targets": targets("where; (): the method's own (lora q,v; adapter ffn; oft, boft, hra qkv)"),
