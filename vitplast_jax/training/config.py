@@ -106,7 +106,8 @@ def choice(default: str, options: tuple[str, ...], meaning: str) -> Field:
             raise ValueError
         return value
 
-    return Field(default, read, " or ".join(f'"{option}"' for option in options), meaning)
+    between = " or " if len(options) < 6 else ", "
+    return Field(default, read, between.join(f'"{option}"' for option in options), meaning)
 
 
 def switch(default: bool, meaning: str) -> Field:
@@ -303,9 +304,7 @@ FIELDS: dict[str, Field] = {
     "checkpoint_every": whole(500, 1, "steps between checkpoints"),
     "log_every": whole(20, 1, "steps between lines of metrics.jsonl"),
     "eval_batch_size": whole(512, 1, "images at once in evaluation"),
-    "trainable": selectors(
-        ("all",), "what trains (all beside a peft.method: the adapter alone; auto: what measure recommends)"
-    ),
+    "trainable": selectors(("all",), "what trains; auto: what measure recommends; all, with peft.method: it alone"),
     "also_trainable": selectors(("head", "final_norm"), "what trains besides", empty=True),
     "learning_rate_factors": factors("of the learning rate, by selector"),
     "weight_decay_factors": factors("of the weight decay, by selector"),
