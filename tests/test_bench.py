@@ -65,7 +65,7 @@ def test_plasticity_gives_the_means_of_the_papers_way(tmp_path):
     assert (row["pairs"], row["peer_pairs"]) == (4, 2) and row["ratio"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.parity
 def test_the_gpu_suite_runs_with_few_packages(tmp_path):
     """As on a machine with only jax, flax, optax, orbax, torch, timm and einops."""
     absent = ("ml_collections", "grain", "chex", "sklearn", "matplotlib", "tensorflow_datasets")
