@@ -72,7 +72,7 @@ def save_hf_peft(model: models.ViT, folder: str | os.PathLike, base: str = "timm
 
 def _names(model: models.ViT, base: str, path: str) -> tuple[str, ...]:
     """The base model's names of a parameter; three for a fused one that it keeps apart."""
-    names = BASES[base].rules_for(path, model.spec.pool)[0].names
+    names = BASES[base].rules_for(path, model.spec.norm_on)[0].names
     within = base != "timm" and model.spec.num_classes  # the classifier stands beside the backbone, which has a prefix
     return tuple(f"vit.{name}" if within and not name.startswith("classifier") else name for name in names)
 
@@ -107,7 +107,7 @@ def _whole_modules(model: models.ViT, base: str) -> dict[str, dict[str, np.ndarr
     for module in dict.fromkeys(path.rpartition("/")[0] for path in changed):
         for path, leaf in flat.items():
             if path.rpartition("/")[0] == module:
-                rule, names = BASES[base].rules_for(path, model.spec.pool)[0], _names(model, base, path)
+                rule, names = BASES[base].rules_for(path, model.spec.norm_on)[0], _names(model, base, path)
                 for name, array in zip(names, rule.layout.write(np.asarray(leaf, np.float32), len(names)), strict=True):
                     modules.setdefault(name.rpartition(".")[0], {})[name] = np.ascontiguousarray(array)
     return modules
