@@ -113,7 +113,11 @@ class AoPair(nnx.Module):
         # is 0 there and has the right derivative.
         before, tangent = jax.jvp(activate, (start,), (change,))
         moved = jnp.where(change == 0, tangent, activate(start + change) - before)
-        return (ao.ao_expand(moved, q0 + dq) + ao.expand_difference(before, q0, dq)).astype(x.dtype)
+        # One product at the end: sums of rows would be drawn by XLA into every loop that reads the result, which
+        # computes them again and again, and cuts the base model's own loops so that they round differently.
+        change_of_up = ao.expand_difference(jnp.eye(self.rank), q0, dq)
+        up = jnp.concatenate([ao.ao_matrix(q0 + dq, self.rank).T, change_of_up])
+        return jnp.concatenate([moved, before], axis=-1).astype(x.dtype) @ up.astype(x.dtype)
 
 
 def _row(vector, like):
