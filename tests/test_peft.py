@@ -400,3 +400,17 @@ def test_a_config_knows_the_methods():
     assert config.PEFT_METHODS == ("", *settings.METHODS)
     group = config.default_config().peft
     assert set(group) == set(settings.to_dict(settings.Settings()))
+
+
+def test_a_language_model_takes_lora_and_no_prompts():
+    base = models.create_model(models.GPT2Spec("small", 12, 2, 3, 24, vocabulary=20, context=8))
+    words = jnp.arange(10).reshape(2, 5)
+    model = peft.attach(base, "lora", rank=2, targets=("q", "fc2"))
+    np.testing.assert_array_equal(model(words), base(words))
+    params = models.parameters(model)
+    mask = trees.flatten(components.mask(params, "peft"))
+    changed = models.with_parameters(model, trees.map_paths(lambda path, leaf: leaf + 0.3 * mask[path], params))
+    assert np.abs(changed(words) - base(words)).max() > 1e-4
+    np.testing.assert_allclose(peft.merge(changed)(words), changed(words), atol=1e-5)
+    with pytest.raises(UserError, match="small reads words from left to right: visual prompts are for Vision"):
+        peft.attach(base, "vpt-deep", rank=2)

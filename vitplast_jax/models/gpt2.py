@@ -20,6 +20,7 @@ class GPT2(nnx.Module):
 
     def __init__(self, spec: GPT2Spec):
         self.spec = spec
+        self.slots = self.origin = None  # as in ViT
         self.wte = nnx.Param(jnp.zeros((spec.vocabulary, spec.width)))
         self.wpe = nnx.Param(jnp.zeros((spec.context, spec.width)))
         self.blocks = nnx.List(

@@ -75,6 +75,8 @@ def attach(model: models.ViT, method: str = "lora", *, seed: int = 0, **settings
     if model.slots is not None:
         raise UserError(f"the model already has {model.slots.method} in its slots; merge it first")
     told = make_settings({"method": method, **settings})
+    if told.method.startswith("vpt") and not isinstance(model.spec, models.ViTSpec):
+        raise UserError(f"{model.spec.name} reads words from left to right: visual prompts are for Vision Transformers")
     base = models.parameters(model)
     new = models.build(model.spec, trees.combine(base, initial_parameters(model.spec, told, seed)), told)
     new.origin = Origin(base=base)
