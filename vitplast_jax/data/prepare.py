@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
 import os
 import shutil
+import socket
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -108,6 +111,8 @@ def _build(row, folder: Path, manual, downloads) -> dict[str, list[str]]:
     _, name, version = row.source.split(":")
     work = folder / "work"
     builder = tfds.builder(f"{name}:{version}", data_dir=str(work), file_format="array_record")
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # it tells of every attempt; the last error says it all
+    _check_network(row, builder.url_infos or {}, manual, downloads)
     builder.download_and_prepare(
         download_dir=str(downloads),
         download_config=tfds.download.DownloadConfig(manual_dir=manual or None),
@@ -120,6 +125,18 @@ def _build(row, folder: Path, manual, downloads) -> dict[str, list[str]]:
     os.rename(builder.data_dir, folder / prepared.DATA)
     shutil.rmtree(work)
     return names
+
+
+def _check_network(row, infos, manual, downloads):
+    """Without any network, and with nothing fetched before, says so at once: TFDS would try for minutes."""
+    present = any((Path(manual) / (info.filename or "")).is_file() for info in infos.values()) if manual else False
+    if not infos or present or (os.path.isdir(downloads) and os.listdir(downloads)):
+        return
+    for host in {urllib.parse.urlsplit(url).hostname for url in infos}:
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(host, 443)
+            return
+    raise UserError(f"{row.name} cannot be downloaded: no network. Fetch {_downloads(row)} into a folder for --manual")
 
 
 def _names(features) -> dict[str, list[str]]:
@@ -258,6 +275,10 @@ def _downloads(row) -> str:
 
     name = row.source.split(":")[1]
     with contextlib.suppress(Exception):  # a hint must not hide the error
-        infos = tfds.builder(name).url_infos
-        return ", ".join(f"{info.filename} ({info.size:,} bytes, {url})" for url, info in list(infos.items())[:6])
+        infos = tfds.builder_cls(name.partition("/")[0]).url_infos
+        word = name.partition("/")[0].replace("_", "-")  # some modules list the files of several sets
+        infos = {url: info for url, info in infos.items() if word in url} or infos
+        shown = [f"{info.filename} ({info.size:,} bytes)" for info in infos.values()]
+        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+        return f"{', '.join(shown[:5])}{more} from {next(iter(infos)).rpartition('/')[0]}"
     return ""
