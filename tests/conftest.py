@@ -9,10 +9,14 @@ import pytest
 
 # Before anything imports jax: the number of devices is read once.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-# Tests compile the same small programs again and again; a worker keeps what it has compiled.
-_CACHE = tempfile.TemporaryDirectory(prefix="vitplast_jax_tests_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+FLAGS = ["--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", "")]
+if "--xla_backend_optimization_level" not in FLAGS[1]:
+    FLAGS.append("--xla_backend_optimization_level=0")  # compiling is most of the time; most legs of .ci/run take level 3
+os.environ["XLA_FLAGS"] = " ".join(FLAGS)
+# Tests compile the same small programs again and again; what one worker of a run has compiled serves all of them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="vitplast_jax_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["VITPLAST_NO_REEXEC"] = "1"  # commands started by tests keep their process as it is
 

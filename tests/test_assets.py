@@ -44,6 +44,7 @@ def test_the_sample_is_of_its_pretraining_images():
         assert all(image.tobytes() in known for image in images)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir(arrays.FASHION_MNIST_PATH), reason="dataset-fashion-mnist is not installed")
 def test_its_accuracy_is_what_its_provenance_says():
     test = sources.load("fashion_mnist", split="test")

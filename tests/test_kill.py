@@ -47,6 +47,7 @@ def final(workdir):
         return trees.flatten(checkpointer.restore(workdir / "checkpoints" / "latest" / str(STEPS) / "state"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 def test_killed_and_continued_equals_undisturbed(tmp_path, pytestconfig):
     repository = pytestconfig.rootpath

@@ -87,10 +87,10 @@ def test_without_the_first_process_the_others_say_so():
 
 def test_one_started_twice_and_other_counts_are_noticed():
     address = free_address()
-    heard = call([processes.Group(address, 3, 0), processes.Group(address, 3, 1), processes.Group(address, 3, 1)], 20)
+    heard = call([processes.Group(address, 3, 0), processes.Group(address, 3, 1), processes.Group(address, 3, 1)], 4)
     assert "process 1 was started twice" in heard[0]
     address = free_address()
-    heard = call([processes.Group(address, 2, 0), processes.Group(address, 4, 1)], 20)
+    heard = call([processes.Group(address, 2, 0), processes.Group(address, 4, 1)], 4)
     assert all("process 1 was told of 4 processes, process 0 of 2" in line for line in heard)
 
 

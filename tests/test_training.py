@@ -164,8 +164,9 @@ def test_a_run_may_be_continued_on_other_devices(straight, tmp_path):
     config = tiny(weight_decay=0.1, dropout=0.1, mesh__data=8)
     results = loop.train_and_evaluate(config, tmp_path)
     assert results["parameters"] == straight[1]["parameters"]
+    got = state_of(tmp_path, 6)
     for path, leaf in state_of(straight[0], 6).items():
-        np.testing.assert_allclose(np.asarray(state_of(tmp_path, 6)[path]), np.asarray(leaf), atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(np.asarray(got[path]), np.asarray(leaf), atol=2e-6, err_msg=path)
     (tmp_path / "results.json").unlink()
     again = loop.train_and_evaluate(tiny(weight_decay=0.1, dropout=0.1, mesh__data=1), tmp_path)  # restores 8 -> 1
     assert again["test"]["accuracy"] == results["test"]["accuracy"]
