@@ -11,7 +11,7 @@ import pytest
 os.environ["JAX_PLATFORMS"] = "cpu"
 FLAGS = ["--xla_force_host_platform_device_count=8", os.environ.get("XLA_FLAGS", "")]
 if "--xla_backend_optimization_level" not in FLAGS[1]:
-    FLAGS.append("--xla_backend_optimization_level=0")  # compiling is most of the time; most legs of .ci/run take level 3
+    FLAGS.append("--xla_backend_optimization_level=0")  # compiling is most of the time; see .ci/run
 os.environ["XLA_FLAGS"] = " ".join(FLAGS)
 # Tests compile the same small programs again and again; what one worker of a run has compiled serves all of them.
 if "PYTEST_XDIST_WORKER" not in os.environ:
