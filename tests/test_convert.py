@@ -602,60 +602,6 @@ def test_tool_fails_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("size", [224, (160, 192)])
-def test_vit_base_against_timm(size, tmp_path):
-    """timm's own full-size model, its file, and both at a second size."""
-    timm = pytest.importorskip("timm")
-    torch = pytest.importorskip("torch")
-    safetensors = pytest.importorskip("safetensors.torch")
-    torch.manual_seed(0)
-    peer = timm.create_model("vit_base_patch16_224", num_classes=10)
-    with torch.no_grad():
-        peer.head.weight.normal_()
-    path = tmp_path / "base.safetensors"
-    safetensors.save_file(peer.state_dict(), path)
-    peer = timm.create_model("vit_base_patch16_224", num_classes=10, img_size=size).eval()
-    resized = timm.models.vision_transformer.checkpoint_filter_fn(safetensors.load_file(path), peer)
-    peer.load_state_dict(resized, strict=True)
-    spec, tree, _ = convert.load_tree(path, img_size=size)
-    assert trees.count(tree) == sum(parameter.numel() for parameter in peer.parameters())
-    images = goldens.images((1, *spec.img_size, 3))
-    with torch.no_grad():
-        expected = peer(torch.from_numpy(images).permute(0, 3, 1, 2)).numpy()
-    ours = goldens.answer(models.build(spec, tree), images)
-    assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
-    export.save_timm(tree, spec, tmp_path / "again.safetensors")
-    peer.load_state_dict(safetensors.load_file(tmp_path / "again.safetensors"), strict=True)
-    if size == 224:
-        timm.create_model("vit_base_patch16_224", num_classes=10, checkpoint_path=str(tmp_path / "again.safetensors"))
-        source, again = readers.read_tensors(path), readers.read_tensors(tmp_path / "again.safetensors")
-        assert source.keys() == again.keys()
-        assert all(source[name].tobytes() == again[name].tobytes() for name in source)
-
-
-@pytest.mark.parity
-def test_full_width_against_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(num_hidden_layers=3, num_labels=10)
-    peer = transformers.ViTForImageClassification(config).eval()
-    with torch.no_grad():
-        peer.classifier.weight.normal_()
-    peer.save_pretrained(tmp_path / "hf")
-    spec, tree, _ = convert.load_tree(tmp_path / "hf")
-    images = goldens.images((1, 224, 224, 3))
-    with torch.no_grad():
-        expected = peer(torch.from_numpy(images).permute(0, 3, 1, 2)).logits.numpy()
-    ours = goldens.answer(models.build(spec, tree), images)
-    assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
-    export.save_hf(tree, spec, tmp_path / "again")
-    again = transformers.ViTForImageClassification.from_pretrained(tmp_path / "again").eval()
-    with torch.no_grad():
-        np.testing.assert_array_equal(again(torch.from_numpy(images).permute(0, 3, 1, 2)).logits.numpy(), expected)
-
-
-@pytest.mark.parity
 @pytest.mark.parametrize("name", sorted(goldens.SPECS.keys() - {"jax"}))  # whose width has no name for --model
 def test_verify_overrides_the_default_precision(name, tmp_path, capsys):
     """R22: passes, and prints its precision, whatever JAX's default is."""
