@@ -24,6 +24,19 @@ def test_equals_torch(case):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("side", [16, 24, 48])
+def test_dinov2s_grid_equals_torch(side):
+    """PITFALLS R01: JAX's kernel would be 8 % off here, antialias 80 % (37 to 16)."""
+    told = goldens.golden("positions_37")
+    grid = np.random.default_rng(told["seed"]).standard_normal((1, 2, 37, 37), np.float32)
+    table = grid.transpose(0, 2, 3, 1).reshape(1, 37 * 37, 2)
+    ours = resize.resize_positions(table, 0, (37, 37), (side, side), antialias=False).reshape(side, side, 2)
+    expected = np.load(goldens.DATA / "positions_37.npz")[str(side)]
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
+    wrong = resize.resize_positions(table, 0, (37, 37), (side, side), antialias=True).reshape(side, side, 2)
+    assert np.linalg.norm(wrong - expected) > 0.02 * np.linalg.norm(expected)
+
+
 def test_prefix_rows_and_dtype_stay():
     table = np.arange(2 * 5, dtype=np.float16).reshape(1, 5, 2)
     ours = resize.resize_positions(table, 1, (2, 2), (3, 3))

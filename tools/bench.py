@@ -26,6 +26,8 @@ Suites:
   input       host CPU time an image of our input pipeline, and of torchvision's usual one (PIL to 224 pixels, a torch
               DataLoader), both in one thread, in turn: 32x32 images decoded and from PNG records, 500x375 JPEGs.
               ratio = peer / ours.
+  convert     importing, exporting and loading a file of random weights of --model, each in a process of its own:
+              seconds (median of --repeats), peak memory, and its ratio to the file's size.
 """
 
 import importlib
@@ -61,6 +63,7 @@ SUITES = {
     "plasticity": ("plasticity.plasticity", "ours_s ours_matched_s extra_pairs peer_s ratio largest_difference"),
     "peft": ("peft.peft", "method parameters step_s flops ratio_lora ratio_ln1"),
     "input": ("input.input_pipeline", "case ours_us peer_us ratio images_per_second_and_core"),
+    "convert": ("convert.convert", "model case seconds file_bytes peak_bytes ratio"),
     "plasticity-spread": ("plasticity.plasticity_spread", "component mean matched all ratio"),
 }
 

@@ -54,6 +54,7 @@ def main():
     jax_case(output)
     torch_files(output)
     positions(output)
+    positions_of_dinov2(output)
 
 
 def drawn(model, seed=SEED):
@@ -257,6 +258,17 @@ def positions(output):
         case = {"old": old, "new": new, "prefix": prefix, "antialias": False, "offset": 0.1}
         cases.append(case | {"table": table.tolist(), "result": result.tolist()})
     write(output, "positions", cases=cases)
+
+
+def positions_of_dinov2(output):
+    """DINOv2's grid of 37 x 37 at other sizes, by torch's plain bicubic kernel (a = -0.75, no antialias)."""
+    table = np.random.default_rng(SEED).standard_normal((1, 2, 37, 37), np.float32)
+    resized = {}
+    for side in (16, 24, 48):
+        grid = torch.nn.functional.interpolate(torch.from_numpy(table), size=(side, side), mode="bicubic")
+        resized[str(side)] = grid[0].permute(1, 2, 0).numpy()
+    np.savez_compressed(output / "positions_37.npz", **resized)
+    write(output, "positions_37", kernel="interpolate(mode='bicubic'), antialias off", sides=list(map(int, resized)))
 
 
 def write(output, name, **content):

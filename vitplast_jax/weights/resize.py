@@ -69,9 +69,11 @@ def cubic_matrix(old, new, antialias, offset=0.0):
             weights = [cubic((place - centre + 0.5) / stretch, -0.5) for place in range(first, last)]
             matrix[row, first:last] = np.array(weights) / sum(weights)
         else:
-            left = math.floor(centre - 0.5)
+            # PyTorch's coordinates are float32, which shows in the fifth digit of a large grid.
+            point = float(np.float32(scale) * np.float32(row + 0.5) - np.float32(0.5))
+            left = math.floor(point)
             for place in range(left - 1, left + 3):
-                matrix[row, min(max(place, 0), old - 1)] += cubic(centre - 0.5 - place, -0.75)
+                matrix[row, min(max(place, 0), old - 1)] += cubic(point - place, -0.75)
     return matrix
 
 
