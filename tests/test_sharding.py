@@ -1,5 +1,8 @@
+import weakref
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -28,6 +31,31 @@ def test_wide_kernels_are_divided_and_the_rest_is_replicated():
     assert specs["blocks/0/attn/qkv/kernel"] == specs["blocks/4/mlp/fc1/kernel"] == P(None, "fsdp")
     assert specs["blocks/0/attn/out/kernel"] == specs["blocks/4/mlp/fc2/kernel"] == P("fsdp", None)
     assert {spec for path, spec in specs.items() if "blocks" not in path or "kernel" not in path} == {P()}
+
+
+def test_leaves_go_to_their_places_one_by_one(monkeypatch):
+    """Issue 3: no second full copy on the host; what was converted for one leaf is gone when the next is."""
+    mesh, alive, most, put = sharding.make_mesh(1, 8), [], 0, jax.device_put
+    rng = np.random.default_rng(0)
+    tree = trees.map_paths(lambda _, leaf: rng.standard_normal(leaf.shape).astype(np.float32), SHAPES)
+
+    def watched(array, place):
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        alive.append(weakref.ref(array))
+        return put(np.array(array), place)  # a copy: the CPU's arrays may be views of the host's
+
+    monkeypatch.setattr(jax, "device_put", watched)
+    placed = trees.flatten(sharding.put(mesh, tree, lambda path: "bfloat16" if "kernel" in path else "float32"))
+    converted = [ref for ref, path in zip(alive, placed, strict=True) if "kernel" in path]
+    assert most <= 1 + len(alive) - len(converted)  # those of the source stay alive with the tree
+    places = trees.flatten(sharding.parameters(mesh, tree))
+    for path, leaf in placed.items():
+        assert leaf.sharding == places[path] and leaf.dtype == ("bfloat16" if "kernel" in path else "float32")
+        expected = trees.flatten(tree)[path].astype(leaf.dtype)
+        np.testing.assert_array_equal(np.asarray(leaf), expected, err_msg=path)
+    fc1 = placed["blocks/0/mlp/fc1/kernel"]
+    assert {shard.data.shape for shard in fc1.addressable_shards} == {(96, 384 // 8)}
 
 
 def test_an_axis_that_does_not_divide_stays_whole():

@@ -191,15 +191,16 @@ def test_a_save_that_fails_is_not_silent(tmp_path):
         checkpoints.wait()
 
 
-@pytest.mark.parametrize("batch_size, devices", [(1, 1), (64, 1), (100, 1), (100, 8)])
-def test_an_evaluation_counts_every_example_once(straight, batch_size, devices):
+@pytest.mark.parametrize("batch_size, devices, fsdp", [(1, 1, 1), (64, 1, 1), (100, 1, 1), (100, 8, 1), (64, 2, 4)])
+def test_an_evaluation_counts_every_example_once(straight, batch_size, devices, fsdp):
     workdir, results = straight
-    finished = run.load_run(workdir)
+    mesh = sharding.make_mesh(devices, fsdp)
+    finished = run.load_run(workdir, mesh)
     config = tiny(eval_batch_size=batch_size, mesh__data=devices)
     data = {"test": inputs.load_split(config, "test")}
-    mesh = sharding.make_mesh(devices)
     evaluator = evaluating.Evaluator(finished.spec, mesh, data, config)
-    params = jax.device_put(models.parameters(finished.model), sharding.replicated(mesh))
+    params = models.parameters(finished.model)  # each leaf went straight to its place
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == sharding.parameters(mesh, params)
     summary = evaluator(params, {}, "test")
     assert summary["accuracy"] == results["test"]["accuracy"] and summary["count"] == 359
     assert summary["loss"] == pytest.approx(results["test"]["loss"], rel=1e-6)

@@ -5,7 +5,7 @@ The batch is divided over both axes; parameters are divided over ``fsdp`` where 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -82,6 +82,23 @@ def batch(mesh) -> NamedSharding:
 def parameters(mesh, tree: Mapping) -> trees.Tree:
     """A sharding for each parameter; an axis that ``fsdp`` does not divide stays whole."""
     return trees.map_paths(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh.shape["fsdp"])), tree)
+
+
+def put(mesh, tree: Mapping, dtype_of: Callable[[str], str]) -> trees.Tree:
+    """Arrays of the host (views of a mapped file, say), each to its own place and dtype, one after the other.
+
+    So the host never holds a second copy of the whole, and no device more than its share.
+
+    Args:
+      mesh: where :func:`parameters` places them.
+      dtype_of: the dtype of a path.
+    """
+    places = trees.flatten(parameters(mesh, tree))
+
+    def place(path, leaf):
+        return jax.device_put(np.asarray(leaf).astype(dtype_of(path), copy=False), places[path])
+
+    return trees.map_paths(place, tree)
 
 
 def _spec(path: str, shape: tuple[int, ...], fsdp: int) -> P:

@@ -102,8 +102,9 @@ def evaluate_run(workdir, split: str = "test", batch_size: int = 0) -> tuple[dic
     Raises:
       UserError: no such run, split or data, or data whose classes are not the run's.
     """
-    finished = run.load_run(workdir)
-    config = finished.config
+    config = run.config_of(run.read_description(workdir))
+    mesh = sharding.make_mesh(-1, math.gcd(config.mesh.fsdp, jax.device_count()))  # the devices that are here now
+    finished = run.load_run(workdir, mesh)
     if batch_size:
         config = settings.validate({**config.to_dict(), "eval_batch_size": batch_size})
     source = inputs.load_split(config, split)
@@ -116,13 +117,8 @@ def evaluate_run(workdir, split: str = "test", batch_size: int = 0) -> tuple[dic
             f"{source.fingerprint[:12]}..., expected {trained_on[:12]}...): images it was trained on may be among them"
         )
     source = inputs.with_labels_of(source, finished.class_names)
-    mesh = sharding.make_mesh(-1, math.gcd(config.mesh.fsdp, jax.device_count()))  # the devices that are here now
     evaluator = Evaluator(finished.spec, mesh, {split: source}, config)
-    params = jax.tree.map(
-        np.asarray, models.parameters(finished.model)
-    )  # the host's: a mesh may span several processes
-    params = jax.device_put(params, sharding.parameters(mesh, params))
-    summary = evaluator(params, {}, split)
+    summary = evaluator(models.parameters(finished.model), {}, split)
     evaluation = {
         "split": split,
         **summary,

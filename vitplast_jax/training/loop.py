@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from vitplast_jax import components, models, sharding, trees
@@ -95,12 +93,8 @@ def train_and_evaluate(
     start = dataclasses.replace(start, params={})  # only the two parts are needed from here on
 
     # Shardings: arrays go straight to where they live.
-    frozen = trees.map_paths(
-        lambda path, leaf: np.asarray(leaf).astype(jnp.dtype(run.kept_dtype(config, path)), copy=False), frozen
-    )
-    frozen = jax.device_put(frozen, sharding.parameters(mesh, frozen))
-    trainable = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), trainable)
-    trainable = jax.device_put(trainable, sharding.parameters(mesh, trainable))
+    frozen = sharding.put(mesh, frozen, lambda path: run.kept_dtype(config, path))
+    trainable = sharding.put(mesh, trainable, lambda _: "float32")
     optimizer, schedule = optim.make_optimizer(config, trainable, spec.depth)
     places = program.state_shardings(mesh, optimizer, trainable)
     # A jitted copy owns its buffers, so that the step may overwrite them.

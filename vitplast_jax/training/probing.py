@@ -81,8 +81,7 @@ def probe(config) -> dict[str, Any]:
     data = inputs.load_data(config)
     start = load_start(config, data["train"].class_names)
     spec, present = start.spec, {split: source for split, source in data.items() if source is not None}
-    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32, copy=False), start.params)
-    params = jax.device_put(params, sharding.parameters(mesh, params))
+    params = sharding.put(mesh, start.params, lambda _: "float32")
     labels = {split: np.asarray(source.labels) for split, source in present.items()}
     rows, compilations, main = [], 0, places_of(spec, "last")[0]
     summaries: dict[str, Any] = {}

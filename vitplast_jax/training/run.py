@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vitplast_jax import components, models, trees
+from vitplast_jax import components, models, sharding, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.files import write_json, write_text
 from vitplast_jax.models import specs
@@ -284,9 +284,12 @@ def config_of(described: Mapping):
     return settings.validate({key: described[key] for key in settings.default_config() if key in described})
 
 
-def load_run(workdir: str | Path) -> Run:
+def load_run(workdir: str | Path, mesh=None) -> Run:
     """The best model of a run, whole: base weights by their recorded hash, trained leaves from the best step.
 
+    Args:
+      workdir: the run's folder.
+      mesh: where its parameters go, each straight to its place; None: the first device of this process.
     Raises:
       UserError: no run there, no checkpoint yet, or the base weights are missing or have changed.
     """
@@ -298,8 +301,14 @@ def load_run(workdir: str | Path) -> Run:
     class_names = tuple(described["class_names"])
     params = base_parameters(config, spec, class_names, described["base_weights"])
     initial, frozen = trees.partition(params, trainable_mask(config, params))
-    frozen = trees.map_paths(lambda path, leaf: jnp.asarray(leaf, kept_dtype(config, path)), frozen)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=_here()), initial)
+    if mesh is None:
+        frozen = trees.map_paths(lambda path, leaf: jnp.asarray(leaf, kept_dtype(config, path)), frozen)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = trees.map_paths(lambda *_: here, initial)
+    else:
+        frozen = sharding.put(mesh, frozen, lambda path: kept_dtype(config, path))
+        places = sharding.parameters(mesh, initial)
+    target = jax.tree.map(lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=at), initial, places)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         trainable = checkpoints.restore_best(target, best_step)
     slots = slots_of(config)
@@ -307,10 +316,6 @@ def load_run(workdir: str | Path) -> Run:
     if slots is not None:
         model.origin = Origin(base=trees.combine(initial, frozen))
     return Run(folder, config, spec, class_names, model, best_step, described)
-
-
-def _here():
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _best_step(folder: Path) -> int:
