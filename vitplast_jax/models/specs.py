@@ -7,6 +7,8 @@ written out.
 
 import dataclasses
 import difflib
+import math
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -299,6 +301,7 @@ def from_dict(fields: Mapping[str, Any]) -> Spec:
     if unknown := fields.keys() - known:
         raise UserError(f"model description has unknown fields: {', '.join(sorted(unknown))}")
     values = dict(fields)
+    _check_types(kind, values)
     if kind is GPT2Spec:
         return GPT2Spec(**values)
     for key in ("img_size", "patch_size"):
@@ -307,6 +310,30 @@ def from_dict(fields: Mapping[str, Any]) -> Spec:
         values["rope"] = Rope(**values["rope"])
     if values.get("preprocessing") is not None:
         told = dict(values["preprocessing"])
-        told["mean"], told["std"] = tuple(told["mean"]), tuple(told["std"])
+        told["mean"], told["std"] = tuple(map(float, told["mean"])), tuple(map(float, told["std"]))
+        _check_types(Preprocessing, told)
         values["preprocessing"] = Preprocessing(**told)
     return ViTSpec(**values)
+
+
+_ABOVE_ZERO = ("width", "depth", "heads", "hidden", "in_chans", "vocabulary", "context")
+
+
+def _check_types(kind, values: Mapping):
+    """Numbers, words and truth values of a description must be such; anything may stand in a file."""
+    wrong = []
+    for field, hint in typing.get_type_hints(kind).items():
+        allowed = set(typing.get_args(hint) or (hint,))
+        if (
+            field not in values
+            or not allowed <= {int, bool, float, str, type(None)}
+            or typing.get_origin(hint) is tuple
+        ):
+            continue
+        value, allowed = values[field], allowed | ({int} if float in allowed else set())
+        odd = type(value) not in allowed and not (field == "pos_prefix" and type(value) is bool)
+        odd = odd or (type(value) is int and (value < (field in _ABOVE_ZERO) or value >= 2**31))
+        if odd or (type(value) is float and not math.isfinite(value)):
+            wrong.append(f"{field} is {str(value)[:40]!r}")
+    if wrong:
+        raise UserError(f"model description: {', '.join(wrong)}")

@@ -78,6 +78,16 @@ def identity(name):
 
 def describe(path, metadata):
     """What the files beside the weights, or the weights file's own metadata, say of the model."""
+    try:
+        return _describe(path, metadata)
+    except UserError:
+        raise
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        raise UserError(f"{path}: what describes its model is damaged ({reason}); get its JSON files again") from error
+
+
+def _describe(path, metadata):
     if os.path.isdir(path):
         own = os.path.join(path, "model.json")
         if os.path.isfile(own):

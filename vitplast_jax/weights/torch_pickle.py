@@ -64,11 +64,11 @@ class ByteReader(io.RawIOBase):
     def tell(self):
         return self._place
 
-    def readinto(self, buffer):
-        piece = self._content[self._place : self._place + len(buffer)]
-        buffer[: len(piece)] = piece.tobytes()
+    def read(self, size=-1):  # io's own would take the memory for any size that is asked for
+        end = len(self._content) if size is None or size < 0 else self._place + size
+        piece = self._content[self._place : end].tobytes()
         self._place += len(piece)
-        return len(piece)
+        return piece
 
     def readline(self, size=-1):
         block = self._content[self._place : self._place + 65536].tobytes()
