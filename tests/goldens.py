@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from vitplast_jax.models import ViTSpec
+from vitplast_jax.weights import readers
 
 DATA = pathlib.Path(__file__).parent / "data" / "weights"
 
@@ -41,6 +42,11 @@ SPECS = {
     "hf": small(eps=1e-12, antialias=False),
 }
 FILES = {name: DATA / {"jax": "jax.npz", "hf": "hf"}.get(name, f"{name}.safetensors") for name in SPECS}
+
+
+def tensors_of(name):
+    """A golden's tensors as writable copies."""
+    return {key: np.array(value) for key, value in readers.read_tensors(FILES[name]).items()}
 
 
 def images(shape, seed=20261130):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from vitplast_jax.errors import UserError
-from vitplast_jax.weights import convert, export, readers
+from vitplast_jax.weights import convert, export, readers, structure, view
 
 DATA = goldens.DATA
 FUZZED = ["plain.safetensors", "plain.pth", "wrapped.pth", "legacy.pt", "strided.pth", "jax.npz", "plain.npz"]
@@ -155,3 +155,44 @@ def test_a_name_twice_in_a_zip(tmp_path):
         archive.writestr("a.npy", content)
     with pytest.raises(UserError, match="the name 'a.npy' occurs twice"):
         readers.read_tensors(path)
+
+
+@pytest.mark.parametrize("name", ["registers", "jax"])
+def test_tensors_of_any_shape_raise_user_errors_only(name, tmp_path):
+    source, rng = goldens.tensors_of(name), np.random.default_rng(0)
+    names = sorted(source)
+    told = {"heads": 2, "gelu": "erf"}
+    errors = 0
+    for case in range(150):
+        state = dict(source)
+        victim = (
+            names[rng.integers(len(names))]
+            if case % 3
+            else ("pos_embed" if name == "registers" else "embedding/kernel")
+        )
+        array = state[victim]
+        shapes = [
+            (),
+            (0,),
+            (0, 0, 0, 0),
+            array.shape[::-1],
+            array.shape + (1,),
+            array.shape[1:],
+            (3,) * (case % 6),
+            (1, 5, 16),
+        ]
+        state[victim] = np.ones(shapes[rng.integers(len(shapes))], np.float32)
+        if case % 10 == 0:
+            del state[victim]
+        same = victim in state and state[victim].shape == array.shape
+        try:
+            seen = view.View(readers.Tensors(state, "test"), "test")
+            spec, _ = structure.infer(seen, told, "test")
+            np.savez(tmp_path / "a.npz", **state)
+            convert.load_tree(tmp_path / "a.npz", spec=spec)
+        except UserError as error:
+            errors += 1
+            assert "\n" not in str(error)
+        else:
+            assert same or victim.endswith("pos_embed") or "head" in victim, victim
+    assert errors > 100
