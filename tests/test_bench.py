@@ -104,3 +104,15 @@ def test_the_peft_suite_times_and_counts_the_same_steps(tmp_path):
     assert call("--suite", "peft", *small, "--json", str(path)) == 0
     steps = {row["method"]: row for row in json.loads(path.read_text())["rows"] if "step_s" in row}
     assert steps["lora"]["flops"] > steps["aoft-lora"]["flops"] > steps["qkv biases"]["flops"] > 0
+
+
+@pytest.mark.slow
+def test_the_convert_suite_measures_processes_of_their_own(tmp_path):
+    path = tmp_path / "bench.json"
+    assert call("--suite", "convert", "--model", "vit_tiny_patch16_224", "--repeats", "1", "--json", str(path)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["import", "export to timm", "export to transformers", "load_model"]
+    for row in rows:
+        # 5,717,416 parameters as published, in float32, and a header
+        assert 0 < row["file_bytes"] - 4 * 5_717_416 < 50_000 and row["peak_bytes"] > row["file_bytes"]
+        assert row["ratio"] == pytest.approx(row["peak_bytes"] / row["file_bytes"], abs=1e-3) and row["seconds"] > 0

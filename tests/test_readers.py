@@ -327,3 +327,10 @@ def test_zip_bomb_is_not_unpacked(tmp_path):
         archive.writestr("a.npy", b"\0" * 2**26)
     with pytest.raises(UserError, match="times its size"):
         readers.read_tensors(path)
+
+
+def test_transposed_matrices_are_copied_by_tiles():
+    for array in (np.arange(300 * 129.0).reshape(300, 129).T, np.arange(24).reshape(2, 3, 4).T, np.arange(6)[::2]):
+        copy = export.contiguous(array)
+        assert copy.flags.c_contiguous and copy.dtype == array.dtype
+        np.testing.assert_array_equal(copy, array)
