@@ -69,6 +69,24 @@ def _mixed_backward(kept, gradient):
 _mixed_product.defvjp(_mixed_forward, _mixed_backward)
 
 
+def repeated(table, rows: int, dtype):
+    """A table [1, ...] in this dtype for each of so many rows; its gradient is summed in its own dtype, as above."""
+    if table.dtype == dtype:
+        return jnp.broadcast_to(table, (rows, *table.shape[1:]))
+    return _repeated(table, rows, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _repeated(table, rows, dtype):
+    return jnp.broadcast_to(table.astype(dtype), (rows, *table.shape[1:]))
+
+
+_repeated.defvjp(
+    lambda table, rows, dtype: (_repeated(table, rows, dtype), table[:0]),
+    lambda rows, dtype, kept, gradient: (gradient.astype(kept.dtype).sum(0, keepdims=True),),
+)
+
+
 class Linear(nnx.Module):
     """``y = x @ kernel + bias``, kernel [d_in, d_out].
 
