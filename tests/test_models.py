@@ -185,6 +185,8 @@ def test_gradients_of_parameters_are_summed_in_their_own_dtype():
     x, kernel, bias = jnp.ones((257, 1), jnp.bfloat16), jnp.ones((1, 1)), jnp.zeros((1,))
     gradients = jax.grad(lambda *params: layers.product(x, *params).astype(jnp.float32).sum(), (0, 1))(kernel, bias)
     assert [(float(g.squeeze()), g.dtype) for g in gradients] == [(257.0, jnp.float32)] * 2
+    table = jax.grad(lambda table: layers.repeated(table, 257, jnp.bfloat16).astype(jnp.float32).sum())(kernel)
+    assert (float(table.squeeze()), table.dtype) == (257.0, jnp.float32)
 
 
 def test_attention_weights_sum_in_float32():

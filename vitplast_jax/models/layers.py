@@ -16,6 +16,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 
+from vitplast_jax.models.attention import attend
 from vitplast_jax.models.specs import Rope
 
 # Where a random draw happens is part of its key: fold_in(example's key, place). Places below 16 belong to the data.
@@ -67,6 +68,24 @@ def _mixed_backward(kept, gradient):
 
 
 _mixed_product.defvjp(_mixed_forward, _mixed_backward)
+
+
+def repeated(table, rows: int, dtype):
+    """A table [1, ...] in this dtype for each of so many rows; its gradient is summed in its own dtype, as above."""
+    if table.dtype == dtype:
+        return jnp.broadcast_to(table, (rows, *table.shape[1:]))
+    return _repeated(table, rows, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _repeated(table, rows, dtype):
+    return jnp.broadcast_to(table.astype(dtype), (rows, *table.shape[1:]))
+
+
+_repeated.defvjp(
+    lambda table, rows, dtype: (_repeated(table, rows, dtype), table[:0]),
+    lambda rows, dtype, kept, gradient: (gradient.astype(kept.dtype).sum(0, keepdims=True),),
+)
 
 
 class Linear(nnx.Module):
@@ -166,13 +185,17 @@ class Attention(nnx.Module):
         q, k, v = self.project(x, keys)
         if self.rope is not None:
             q, k = (turn_patches(part, *rope_table(self.rope, self.grid, part.shape[-1])) for part in (q, k))
-        # Products accumulate in float32; scores are kept in the dtype of computation, which halves what moves, and the
-        # softmax works on them in float32.
-        scores = jnp.einsum("...nhk,...mhk->...hnm", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
-        if self.causal:
-            scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
+        q = q * q.shape[-1] ** -0.5
+        # Scores are kept in the dtype of computation, the softmax works on them in float32.
+        if x.dtype.itemsize == 2:
+            q, k, v = (rearrange(part, "... n h k -> ... h k n") for part in (q, k, v))
+            mixed = rearrange(attend(q, k, v, self.causal), "... h k n -> ... n h k")
+        else:
+            scores = jnp.einsum("...nhk,...mhk->...hnm", q, k).astype(jnp.float32)
+            if self.causal:
+                scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
         return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
 
 

@@ -78,7 +78,7 @@ class ViT(nnx.Module):
             raise UserError(f"{self.spec.name} takes images [b, {', '.join(map(str, expected))}], not {images.shape}")
         x = self.patch_embed(images)
         prefix = [
-            jnp.broadcast_to(token[...].astype(x.dtype), (x.shape[0], *token.shape[1:]))
+            layers.repeated(token[...], x.shape[0], x.dtype)
             for token in (self.cls_token, self.dist_token, self.reg_token)
             if token is not None
         ]
@@ -86,11 +86,11 @@ class ViT(nnx.Module):
         if self.pos_embed is not None:
             # Tokens before the patches that have no row of their own get zeros.
             rows, bare = self.spec.prefix_rows, self.spec.prefix - self.spec.prefix_rows
-            positions = self.pos_embed[...].astype(x.dtype)
+            positions = self.pos_embed[...]
             if bare:
-                none = jnp.zeros((1, bare, positions.shape[-1]), x.dtype)
+                none = jnp.zeros((1, bare, positions.shape[-1]), positions.dtype)
                 positions = jnp.concatenate([positions[:, :rows], none, positions[:, rows:]], axis=1)
-            x = x + positions
+            x = x + layers.repeated(positions, x.shape[0], x.dtype)
         return layers.dropout(x, keys, layers.FIRST_PLACE, self.spec.drop_rate)
 
     def __call__(self, images, key=None, *, intermediates: bool = False, remat: str = "none"):

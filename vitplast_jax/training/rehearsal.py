@@ -28,8 +28,10 @@ class Chip:
     hertz: float
 
 
-# Peak FLOP/s from the vendor's pages on each generation. The clock is that at which the matrix units reach it:
-# peak / (2 x units x side^2), with 4 units of 128 x 128 in v5e, 8 in v5p, and 4 of 256 x 256 a v6e chip.
+# Peak FLOP/s and memory (16 GB, 95 GB, 32 GB, less what the compiler keeps for itself: its own limit stands here) from
+# https://docs.cloud.google.com/tpu/docs/v5e, v5p and v6e. The clock is that at which the matrix units reach the peak:
+# peak / (2 x units x side^2), with 4 units of 128 x 128 in v5e, 8 in v5p, and as much as 4 of 256 x 256 in a v6e chip
+# (editions of the vendor's page say 2 or 4).
 CHIPS = {
     "v5e": Chip(int(15.75 * 2**30), 197e12, 1.5e9),
     "v5p": Chip(int(95.74 * 2**30), 459e12, 1.75e9),
