@@ -52,10 +52,10 @@ class OftPart(nnx.Module):
 class BoftPart(nnx.Module):
     """``x -> x B_k ... B_2 B_1`` and a scale for each output.
 
-    A factor is block-diagonal after a permutation, as the stages of a fast Fourier transform are: in B_i half-blocks
-    (``rank / 2`` neighbours) that stand 2^(i-1) half-blocks apart are turned together, so B_1 is OFT's rotation. There are
-    as many factors as the width allows, at most four. (HF peft's order is the same up to two factors; from the third
-    on it pairs the same half-blocks again.)
+    A factor is block-diagonal after a permutation, as the stages of a fast Fourier transform are: B_i turns together
+    half-blocks (``rank / 2`` neighbours) that stand 2^(i-1) half-blocks apart, so B_1 is OFT's rotation. There are as
+    many factors as the width allows, at most four. (HF peft's order is the same up to two factors; from the third on it
+    pairs the same half-blocks again.)
     """
 
     def __init__(self, n: int, m: int, rank: int, settings: Settings):
