@@ -2,7 +2,7 @@
 
   python -m vitplast_jax.sweep --config configs/quickstart_peft.py --workdir runs/peft
   python -m vitplast_jax.sweep --config configs/quickstart_peft.py:star --workdir runs/peft_star       (AOFT*)
-  python -m vitplast_jax.sweep --config configs/quickstart_peft.py:relatives --workdir runs/relatives    (OFT, BOFT, ...)
+  python -m vitplast_jax.sweep --config configs/quickstart_peft.py:relatives --workdir runs/relatives    (the others)
   python -m vitplast_jax.report --workdir runs/peft
 
 54, 18 and 45 runs; a form is compiled once for its 9. None has been run to its end.
