@@ -155,7 +155,11 @@ def test_every_method(name, base, forward, tmp_path):
     assert (tmp_path / "adapter.safetensors").stat().st_size < 50_000
 
 
-@pytest.mark.parametrize("name", ["lora", "lora ao", "adapter ao", "vpt deep ao", "oft", "hra", "ssf"])
+# These five have not been run through the training test yet.
+NOT_TRAINED = ("adapter ao scales", "vpt shallow", "vpt deep", "boft", "hta")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_TRAINED])
 def test_training_moves_what_is_selected_and_nothing_else(name, base):
     """R38-R40: frozen leaves keep their bits under weight decay, no state is kept for them, gradients are finite."""
     model = peft.attach(base, **CASES[name][0])
@@ -174,8 +178,9 @@ def test_training_moves_what_is_selected_and_nothing_else(name, base):
     flat = trees.flatten(grads)
     assert all(np.isfinite(leaf).all() for leaf in flat.values())
     still = [path for path, leaf in flat.items() if not np.abs(leaf).max() > 0]
-    # Where the up projection is still zero, the down projection has no gradient yet.
-    assert not [path for path in still if not path.endswith(("down_kernel", "down_bias"))], still
+    # Where the up projection, or AOFT*'s lambda, is still zero, what it multiplies has no gradient yet.
+    waiting = ("_vector", "down_bias") if CASES[name][0].get("scales") else ("down_kernel", "down_bias")
+    assert not [path for path in still if not path.endswith(waiting)], still
     second, _, _ = step(first, state)
     assert all(
         np.abs(np.asarray(a) - np.asarray(b)).max() > 0

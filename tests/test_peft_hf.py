@@ -109,6 +109,38 @@ def test_oft_and_hra_on_timm(method, leaf):
     np.testing.assert_allclose(logits_of(net, lambda n, x: n(x)), model(jnp.asarray(IMAGES)), atol=1e-5)
 
 
+@pytest.mark.parity
+def test_boft_on_timm(monkeypatch):
+    """Two factors, which HF peft takes only with its CUDA kernel: that one function is replaced by torch's own."""
+    hf, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    layer = pytest.importorskip("peft.tuners.boft.layer")
+
+    class BlockDiagonal:
+        @staticmethod
+        def apply(factors):
+            return torch.stack([torch.block_diag(*torch.unbind(blocks)) for blocks in factors])
+
+    monkeypatch.setattr(layer, "get_fbd_cuda", lambda: True)
+    monkeypatch.setattr(layer, "FastBlockDiag", BlockDiagonal)
+    base = models.create_model(SPEC)
+    model = moved(peft.attach(base, method="boft", rank=8))
+    told = {"boft_block_size": 8, "boft_n_butterfly_factor": 2, "target_modules": ["qkv"]}
+    net = hf.get_peft_model(timm_net(models.with_parameters(base, components_of_base(model))), hf.BOFTConfig(**told))
+    rows, columns = np.triu_indices(8, 1)
+    for index in range(SPEC.depth):
+        qkv = net.base_model.model.blocks[index].attn.qkv
+        upper = leaf_of(model, index, "skew")
+        assert qkv.boft_R["default"].shape[:2] == upper.shape[:2] == (2, 2)
+        # Their Cayley transform is (I - S)(I + S)^-1 of the skew part of a full matrix.
+        skew = np.zeros((2, 2, 8, 8), np.float32)
+        skew[..., rows, columns] = -upper
+        with torch.no_grad():
+            qkv.boft_R["default"].copy_(torch.from_numpy(skew - skew.swapaxes(-1, -2)))
+            qkv.boft_s["default"].copy_(torch.from_numpy(leaf_of(model, index, "scale"))[:, None])
+    np.testing.assert_allclose(logits_of(net, lambda n, x: n(x)), model(jnp.asarray(IMAGES)), atol=1e-5)
+    assert np.abs(np.asarray(model(jnp.asarray(IMAGES)) - base(jnp.asarray(IMAGES)))).max() > 1e-2
+
+
 def components_of_base(model):
     flat = trees.flatten(models.parameters(model))
     return trees.unflatten({path: leaf for path, leaf in flat.items() if components.locate(path).component != "peft"})

@@ -127,6 +127,33 @@ def test_the_quickstart_with_an_adapter_trains_that_alone():
     assert config.peft.method == "lora" and config.peft.projection == "ao" and config.trainable == ("peft",)
 
 
+@pytest.mark.parametrize("method", ["vpt-deep", "adapter"])
+def test_measuring_a_run_whose_adapter_stands_beside_the_components_is_one_clear_line(method, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from vitplast_jax.plasticity import experiments
+
+    model = peft.attach(models.create_model("vit_nano_patch4_8", num_classes=10), method=method, rank=4)
+    monkeypatch.setattr(experiments, "load_run", lambda folder: SimpleNamespace(model=model))
+    with pytest.raises(UserError) as caught:
+        experiments.measure_run(tmp_path / "run", folder=tmp_path / "out")
+    line = str(caught.value)
+    assert f"({method}) stands beside them" in line and "cannot be merged" in line and line.endswith("with --config")
+    assert "\n" not in line and not (tmp_path / "out").exists()
+
+
+def test_the_adapter_sweeps_are_grids_of_three_rates_and_seeds():
+    from vitplast_jax.training import grid
+
+    for forms, methods in (("", 6), (":star", 2), (":relatives", 5)):
+        cells = grid.make_cells(command.load_config(f"{REPOSITORY}/configs/quickstart_peft.py{forms}"))
+        assert len(cells) == 9 * methods
+        # One compilation a form: nothing but learning rate and seed differs within its nine cells.
+        assert {cell.config.trainable for cell in cells} == {("peft",)}
+        for first in range(0, len(cells), 9):
+            assert len({str(cell.config.peft) for cell in cells[first : first + 9]}) == 1
+
+
 def test_wrong_settings_are_said_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match="has no block 9; the model has 0-1"):
         loop.train_and_evaluate(tiny(**{**CONFIG, "peft__targets": ("q@9",)}), tmp_path / "run")

@@ -21,8 +21,9 @@ Suites:
               how much the estimate varies over 20 draws of --batch + --batch images of the quickstart's two data sets,
               for matched and for all pairs, which take the same forward passes.
   peft        parameters of each method without the head (the table of the AOFT paper) and, in turn, steps of AOFT-LoRA,
-              LoRA (both q and v, rank 8), ln1 and the qkv biases alone: medians in seconds, compiled FLOPs; ratio_lora
-              and ratio_ln1 = this / that step. --repeats=0 counts alone.
+              LoRA (both q and v, rank 8), ln1 and, with the extra `parity`, HF peft's LoRA on timm's fused qkv: medians
+              in seconds; ratio_lora, ratio_ln1, ratio_peer = this / that step, median and quartiles of the pairs;
+              compiled FLOPs, also of a step that trains the qkv biases alone. --repeats=0 counts alone.
   input       host CPU time an image of our input pipeline, and of torchvision's usual one (PIL to 224 pixels, a torch
               DataLoader), both in one thread, in turn: 32x32 images decoded and from PNG records, 500x375 JPEGs.
               ratio = peer / ours.
@@ -61,7 +62,7 @@ SUITES = {
         "trainable gelu flops argument_bytes temp_bytes estimated_cycles mfu compile_s",
     ),
     "plasticity": ("plasticity.plasticity", "ours_s ours_matched_s extra_pairs peer_s ratio largest_difference"),
-    "peft": ("peft.peft", "method parameters step_s flops ratio_lora ratio_ln1"),
+    "peft": ("peft.peft", "method parameters trained step_s flops ratio_lora ratio_ln1 ratio_peer"),
     "input": ("input.input_pipeline", "case ours_us peer_us ratio images_per_second_and_core"),
     "convert": ("convert.convert", "model case seconds file_bytes peak_bytes ratio"),
     "plasticity-spread": ("plasticity.plasticity_spread", "component mean matched all ratio"),

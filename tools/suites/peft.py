@@ -1,5 +1,6 @@
 """What do the methods cost? Parameters, as the table of the AOFT paper counts them, and training steps in turn."""
 
+import importlib.util
 import os
 import statistics
 import time
@@ -44,12 +45,15 @@ def count_methods(model: str) -> list[dict]:
 
 
 def time_methods(model: str, batch: int, repeats: int) -> list[dict]:
-    """Interleaved steps of two adapters, a component and the qkv biases; the head and the final norm train too."""
+    """Interleaved steps of two adapters, a component and HF's peft; the head and the final norm train too.
+
+    Of the qkv biases only the FLOPs are of interest. Without timm and peft (extra `parity`) their row is left out.
+    """
     from vitplast_jax import components, models, peft, trees
 
     plain = models.create_model(model, num_classes=10)
     also = trees.flatten(components.mask(models.parameters(plain), ("head", "final_norm")))
-    variants = {}
+    calls, facts = {}, {}
     for name in ("lora", "aoft-lora", "ln1", "qkv biases"):
         built = plain
         if name.endswith("lora"):
@@ -60,25 +64,53 @@ def time_methods(model: str, batch: int, repeats: int) -> list[dict]:
             mask = trees.map_paths(lambda path, _: path.endswith("qkv/bias") or also[path], params)
         else:
             mask = components.mask(params, ("ln1" if name == "ln1" else "peft", "head", "final_norm"))
-        variants[name] = (*steps.step_of(built, mask, batch, "float32"), trees.count(trees.partition(params, mask)[0]))
-        variants[name][0]()  # first touch
-    times = {name: [] for name in variants}
+        call, flops = steps.step_of(built, mask, batch, "float32")
+        facts[name] = {"trained": trees.count(trees.partition(params, mask)[0]), "flops": flops}
+        if name != "qkv biases":
+            calls[name] = call
+    if importlib.util.find_spec("timm") and importlib.util.find_spec("peft"):
+        calls["hf peft"], facts["hf peft"] = hf_peft_step(model, batch)
+    for call in calls.values():
+        call()  # first touch
+    times = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, (step, _, _) in variants.items():
+        for name, call in calls.items():
             began = time.perf_counter()
-            step()
+            call()
             times[name].append(time.perf_counter() - began)
     rows = []
-    for name, (_, flops, trained) in variants.items():
-        row = {"model": model, "batch": batch, "dtype": "float32", "method": name, "trained": trained}
-        row |= {"step_s": round(statistics.median(times[name]), 4), "flops": flops, "pairs": repeats}
-        for other in ("lora", "ln1"):
-            ratios = sorted(a / b for a, b in zip(times[name], times[other], strict=True))
-            quarter = len(ratios) // 4
-            row[f"ratio_{other}"] = round(statistics.median(ratios), 3)
-            row[f"ratio_{other}_low"], row[f"ratio_{other}_high"] = (
-                round(ratios[quarter], 3),
-                round(ratios[-1 - quarter], 3),
-            )
+    for name, known in facts.items():
+        row = {"model": model, "batch": batch, "dtype": "float32", "method": name, **known}
+        if name in times:
+            row |= {"step_s": round(statistics.median(times[name]), 4), "pairs": repeats}
+            for key, other in (("lora", "lora"), ("ln1", "ln1"), ("peer", "hf peft")):
+                if other in times:
+                    row |= ratios(times[name], times[other], f"ratio_{key}")
         rows.append(row)
     return rows
+
+
+def ratios(times: list[float], others: list[float], name: str) -> dict[str, float]:
+    """Median and quartiles of the pairwise ratios."""
+    found = sorted(a / b for a, b in zip(times, others, strict=True))
+    quarter = len(found) // 4
+    low, high = found[quarter], found[-1 - quarter]
+    return {name: round(statistics.median(found), 3), f"{name}_low": round(low, 3), f"{name}_high": round(high, 3)}
+
+
+def hf_peft_step(model: str, batch: int):
+    """(A call that runs one step of HF peft's LoRA on timm's model, what the row says of it.)
+
+    On the whole of qkv, which timm keeps fused: rank 8, one down projection of 768 to 8 and one up to 2304.
+    """
+    import peft as hf
+    import timm
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    net = timm.create_model(model, pretrained=False, num_classes=10)
+    told = {"target_modules": ["qkv"], "modules_to_save": ["head", "norm"]}
+    net = hf.get_peft_model(net, hf.LoraConfig(r=8, lora_alpha=8, **told)).train()
+    trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    peer = f"peft {hf.__version__}, timm {timm.__version__}, torch {torch.__version__}"
+    return steps.torch_step(net, batch, "float32", lambda net: net), {"trained": trained, "peer": peer}

@@ -179,14 +179,20 @@ def step_of(built, mask, batch: int, dtype: str):
 
 def timm_step(model: str, batch: int, name: str, dtype: str, optimise):
     """A call that runs one step of timm's model in PyTorch, on the GPU if there is one; bfloat16 by autocast."""
-    import numpy as np
     import timm
-    import torch
 
     net = timm.create_model(model, pretrained=False, num_classes=10).train()
     for path, parameter in net.named_parameters():
         always = path.startswith(("head.", "norm."))
         parameter.requires_grad_(name == "all" or always or TIMM_NAMES[name] in f".{path}")
+    return torch_step(net, batch, dtype, optimise)
+
+
+def torch_step(net, batch: int, dtype: str, optimise):
+    """A call that runs one step of a timm model, or of one that peft has wrapped: what requires gradients trains."""
+    import numpy as np
+    import torch
+
     size = net.patch_embed.img_size
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     device = "cuda" if torch.cuda.is_available() and dtype == "bfloat16" else "cpu"

@@ -50,10 +50,12 @@ class OftPart(nnx.Module):
 
 
 class BoftPart(nnx.Module):
-    """``x -> x B_1 B_2 ... B_k`` and a scale for each output; factor i mixes groups of ``rank`` entries 2^(i-1) apart.
+    """``x -> x B_k ... B_2 B_1`` and a scale for each output.
 
-    Each factor is block-diagonal after a permutation, as the stages of a fast Fourier transform are; there are as many
-    as the width allows, at most four. (Other implementations order the entries of a stage in other ways.)
+    A factor is block-diagonal after a permutation, as the stages of a fast Fourier transform are: B_i turns together
+    half-blocks (``rank / 2`` neighbours) that stand 2^(i-1) half-blocks apart, so B_1 is OFT's rotation. There are as
+    many factors as the width allows, at most four. (HF peft's order is the same up to two factors; from the third on it
+    pairs the same half-blocks again.)
     """
 
     def __init__(self, n: int, m: int, rank: int, settings: Settings):
@@ -69,11 +71,11 @@ class BoftPart(nnx.Module):
     def rotate(self, x):
         """x [..., n] -> [..., n]."""
         blocks = cayley(self.skew[...].astype(jnp.float32), self.size).astype(x.dtype)
-        for factor in range(self.factors):
-            stride = 2**factor
-            cut = rearrange(x, "... (g i s) -> ... (g s) i", i=self.size, s=stride)
+        for factor in reversed(range(self.factors)):
+            apart = {"p": 2, "s": 2**factor, "u": self.size // 2}
+            cut = rearrange(x, "... (g p s u) -> ... (g s) (p u)", **apart)
             turned = jnp.einsum("...gi,gij->...gj", cut, blocks[factor])
-            x = rearrange(turned, "... (g s) i -> ... (g i s)", s=stride)
+            x = rearrange(turned, "... (g s) (p u) -> ... (g p s u)", **apart)
         return x
 
     def __call__(self, x, kernel, bias):

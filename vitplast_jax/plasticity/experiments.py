@@ -54,6 +54,13 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
       components}: before, after, difference and the 95 % interval of the mean difference of a pair.
     """
     run = load_run(run_folder)
+    try:  # the rates and bounds are those of plain components, so what can be merged is
+        trained = peft.merge(run.model)
+    except UserError as error:
+        raise UserError(
+            f"{run_folder}: measure --run compares plain components, and what this run attached "
+            f"({run.model.slots.method}) stands beside them: {error}; measure what it started from with --config"
+        ) from None
     config = run.config.to_dict()
     for key, value in overrides:
         group, _, name = key.partition(".")
@@ -63,9 +70,7 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
     base = base_parameters(config, run.spec, run.class_names, run.description["base_weights"])
     folder, kept = Path(folder), config.measure.ratios
     with_ratios = settings.validate({**config.to_dict(), "measure.ratios": True})
-    # The bounds are those of plain kernels, so what can be merged is.
     start = peft.merge(models.build(run.spec, base, slots_of(config)))
-    trained = peft.merge(run.model)
     before = _measure(start, with_ratios, downstream, folder / "before")
     after = _measure(trained, with_ratios, downstream, folder)
     difference = _difference(before, after, folder)
