@@ -74,6 +74,7 @@ def load_tokenizer(place):
         elif all(map(os.path.isfile, parts)):
             found = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*parts))
             found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+            found.decoder = tokenizers.decoders.ByteLevel()
         else:
             raise UserError(
                 f"{place} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt; say where they "
