@@ -103,7 +103,7 @@ def test_query_bias_belongs_to_the_bound():
 
 
 def test_a_masked_key_bias_changes_no_bound():
-    """DINOv3's bias mask: whatever stands in the keys' third is not used; a bias that is used cancels in the softmax."""
+    """DINOv3's bias mask: what stands in the keys' third is not used; one that is used cancels in the softmax."""
     values = []
     for key_bias in (True, False):
         model = random_model(3, key_bias=key_bias)

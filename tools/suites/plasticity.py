@@ -123,7 +123,7 @@ _NAMES = {
 
 
 def the_papers_own(folder: str, net, spec):
-    """The method of the paper's own model that does it; ``folder``: a clone of github.com/ambroiseodt/vit-plasticity."""
+    """The method of the paper's own model; ``folder``: a clone of github.com/ambroiseodt/vit-plasticity."""
     import sys
     import types
 
