@@ -36,8 +36,9 @@ setup(
         "tqdm>=4.67,<5",
     ],
     extras_require={
-        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.6", "safetensors>=0.5,<1"],
+        "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.6", "safetensors>=0.5,<1", "tokenizers>=0.21,<1"],
         "parity": ["torch>=2.6", "torchvision>=0.21", "timm>=1.0.15", "transformers>=5", "peft>=0.18"],
+        "text": ["tokenizers>=0.21,<1"],
         "parquet": ["pyarrow>=19"],
         "prepare": ["tensorflow-cpu>=2.21", "importlib_resources>=6"],  # TFDS imports the second without requiring it
         "tpu": ["jax[tpu]"],

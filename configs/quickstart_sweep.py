@@ -1,4 +1,4 @@
-"""Does plasticity predict? 7 component configurations x 3 learning rates x 2 seeds, on two tasks: digits, and digits
+"""Does plasticity predict? 7 component configurations x 4 learning rates x 2 seeds, on two tasks: digits, and digits
 that are turned and lie among fragments of others (data/clutter.py), which are harder.
 
   python -m vitplast_jax.sweep --config configs/quickstart_sweep.py --workdir runs/sweep
@@ -16,7 +16,7 @@ def get_config():
     config.sweep = (
         "data.name=digits|digits_cluttered",
         "trainable=mha|fc1|fc2|ln1|ln2|emb|all",
-        "learning_rate=3e-3|1e-2|3e-2",
+        "learning_rate=2e-3|6e-3|2e-2|6e-2",
         "seed=0|1",
     )
     config.data.crop_scale = ()

@@ -102,6 +102,24 @@ def test_query_bias_belongs_to_the_bound():
     assert found < attention_bound(attention, 1, 2, 1.001)
 
 
+def test_a_masked_key_bias_changes_no_bound():
+    """DINOv3's bias mask: what stands in the keys' third is not used; one that is used cancels in the softmax."""
+    values = []
+    for key_bias in (True, False):
+        model = random_model(3, key_bias=key_bias)
+        params = models.parameters(model)
+        for junk in (0.0, 1e3):
+            bias = params["blocks"][0]["attn"]["qkv"]["bias"].at[12:24].set(junk)
+            changed = trees.map_paths(lambda p, a, b=bias: b if p == "blocks/0/attn/qkv/bias" else a, params)
+            rows = bounds(models.with_parameters(model, changed), sigma=0.5, radius=3.0)
+            values.append(rows[1]["bound"])
+    assert values[0] > 0 and values == [values[0]] * 4
+    x, y = (np.random.default_rng(k).normal(size=(9, 8, 8, 3)).astype(np.float32) for k in (0, 1))
+    masked = models.with_parameters(random_model(3, key_bias=False), changed)
+    for row in measure(masked, x, y, pairing="all")["rows"]:
+        assert 0 < row["max"] <= row["bound"] * (1 + 1e-4), row
+
+
 def _float32(tree):
     return {k: _float32(v) if isinstance(v, dict) else jnp.asarray(v, jnp.float32) for k, v in tree.items()}
 

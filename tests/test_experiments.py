@@ -118,6 +118,21 @@ def test_everything_on_request(config_file, tmp_path, capsys):
     assert sorted(f.name for f in folder.iterdir()) == sorted(names)
 
 
+def test_rates_and_bounds_at_two_sizes(config_file, tmp_path, capsys):
+    """The weights are the same and FC1's bound with them; that of attention grows as the square root of the tokens."""
+    folder = tmp_path / "out"
+    assert run_command(f"--config={config_file}", f"--workdir={folder}", "--config.measure.sizes=56") == 0
+    assert "against the number of tokens" in capsys.readouterr().out
+    result = json.loads((folder / "plasticity.json").read_text())
+    rows = {(row["component"], row["tokens"]): row for row in result["sizes"]}
+    assert sorted(rows) == sorted((name, n) for name in ("ln1", "mha", "ln2", "fc1", "fc2") for n in (17, 65))
+    for entry in result["components"]:
+        assert rows[entry["component"], 17]["mean"] == entry["mean"]
+    assert rows["fc1", 17]["bound"] == rows["fc1", 65]["bound"]
+    radius = rows["mha", 65]["bound"] / rows["mha", 17]["bound"] / (65 / 17) ** 0.5
+    assert 0.5 < radius < 2  # what is left: the largest token norm of each size, to the fourth under the root
+
+
 def test_auto_chooses_once_and_a_run_is_compared_with_its_start(config_file, tmp_path, capsys):
     folder = tmp_path / "run"
     call = (f"--config={config_file}", f"--workdir={folder}", "--config.trainable=auto")

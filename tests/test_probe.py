@@ -10,7 +10,9 @@ import pytest
 
 from vitplast_jax import command, models, probe, trees
 from vitplast_jax.training import config as settings
-from vitplast_jax.training import probing
+from vitplast_jax.training import inputs, probing
+from vitplast_jax.training.loop import train_and_evaluate
+from vitplast_jax.training.run import load_run
 
 SPEC = models.ViTSpec(
     name="tiny", img_size=(8, 8), patch_size=(4, 4), width=12, depth=2, heads=3, hidden=30, num_classes=3
@@ -106,3 +108,39 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     config = settings.validate(TINY | {"probe.places": "last"})
     monkeypatch.setattr(probing, "MOST_ITERATIONS", 1)
     assert not probing.probe(config)["rows"][0]["converged"]
+
+
+def test_a_run_is_probed_as_it_was_trained(tmp_path, capsys, monkeypatch):
+    """Its features are those of the trained model, adapter included, and not those of its start."""
+    monkeypatch.setattr(probing, "MOST_ITERATIONS", 30)
+    few = {
+        "steps": 3,
+        "warmup_steps": 1,
+        "eval_every": 3,
+        "checkpoint_every": 3,
+        "batch_size": 16,
+        "learning_rate": 1.0,
+    }
+    config = settings.validate(TINY | few | {"peft.method": "lora", "peft.rank": 2})
+    train_and_evaluate(config, tmp_path / "run")
+    argv = ["--run", str(tmp_path / "run"), "--workdir", str(tmp_path / "p"), "--config.probe.places=last"]
+    with pytest.raises(SystemExit) as caught:
+        command.run(probe.main, probe.__doc__, probe.FLAGS, argv)
+    assert caught.value.code == 0, capsys.readouterr().err
+    result = json.loads((tmp_path / "p" / "probe.json").read_text())
+    assert result["step"] == 3 and result["run"] == str(tmp_path / "run")
+
+    trained, features, labels = load_run(tmp_path / "run").model, {}, {}
+    prepare = inputs.make_evaluation_preparation(trained.spec, "float32", ragged=False)
+    for split in ("train", "test"):
+        source = inputs.load_split(config, split)
+        _, out = trained(prepare(jnp.asarray(source.images)), intermediates=True)
+        features[split] = np.asarray(out["blocks"][-1]["output"].mean(1))
+        labels[split] = np.asarray(source.labels)
+    expected = probing.fit(features, labels, 10)["summaries"]["test"]
+    assert result["test"]["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    start = probing.probe(settings.validate(config.to_dict() | {"probe": {"places": "last"}}))
+    assert abs(start["test"]["loss"] - expected["loss"]) > 1e-2 * expected["loss"]
+    with pytest.raises(SystemExit) as caught:
+        command.run(probe.main, probe.__doc__, probe.FLAGS, [*argv[:4], "--config.steps=3"])
+    assert caught.value.code == 2 and "only config.probe.*" in capsys.readouterr().err

@@ -216,6 +216,51 @@ def test_two_processes_train_stop_resume_and_evaluate_as_one_does(tmp_path):
     assert evaluation["count"] == results[1]["test"]["count"] == 359
 
 
+MEASURE = """
+import os, runpy
+exec({config!r})
+from vitplast_jax.plasticity import stream
+stream._SAVE_SECONDS = -1.0
+add = stream.Stream.add
+def counted(self, *arguments):
+    add(self, *arguments)
+    print("tile", self.tiles, flush=True)
+    if self.tiles == {last}:
+        os._exit(9)
+stream.Stream.add = counted
+runpy.run_module("vitplast_jax.measure", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_a_killed_measurement(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    argv = [
+        "--config",
+        f"{tmp_path}/config.py",
+        "--config.measure.distribution=downstream",
+        "--config.measure.images=40",
+    ]
+    argv += ["--config.measure.batch_size=8", "--config.measure.ratios=True", "--workdir"]
+    code = [MEASURE.format(config=CONFIG, last=last) for last in (2, 0)]
+    alone = start(["-c", code[1]], [*argv, f"{tmp_path}/one"], devices=2, log=tmp_path / "one.log")
+    assert alone.wait(600) == 0, (tmp_path / "one.log").read_text()
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    pair = both(["-c", code[0]], [*argv, f"{tmp_path}/two"], logs)
+    assert [process.wait(600) for process in pair] == [9, 9], "".join(log.read_text() for log in logs)
+    pair = both(["-c", code[1]], [*argv, f"{tmp_path}/two"], logs)
+    assert [process.wait(600) for process in pair] == [0, 0], "".join(log.read_text() for log in logs)
+    for log in logs:  # no tile twice, by either
+        assert [line for line in log.read_text().splitlines() if line.startswith("tile")] == [
+            f"tile {k}" for k in range(1, 6)
+        ]
+    one, two = (json.loads((tmp_path / name / "plasticity.json").read_text()) for name in ("one", "two"))
+    for a, b in zip(one["rows"], two["rows"], strict=True):
+        assert [b[k] for k in ("mean", "low", "max")] == pytest.approx([a[k] for k in ("mean", "low", "max")], rel=1e-5)
+    ratios = [np.load(tmp_path / name / "ratios.npz")["ratios"] for name in ("one", "two")]
+    np.testing.assert_allclose(ratios[1], ratios[0], rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_folder_that_one_host_does_not_see_is_an_error_on_both(tmp_path):
     code = """

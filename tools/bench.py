@@ -15,8 +15,8 @@ Suites:
               SGD with momentum and clipping (needs libtpu). Cycles are the compiler's estimate. --trainable may also
               name lora and aoft (on q and v, rank 8).
   plasticity  the paper's protocol on 16 + 16 images (--batch): ours with all 256 pairs, ours with 16, and the way the
-              paper's code goes, in torch (extra `parity`), with 16; weights and images are the same, and so must be the
-              60 means (`largest_difference`, relative).
+              paper's code goes, in torch (extra `parity`), with 16 (--peer: that code itself); weights and images are
+              the same, and so must be the 60 means (`largest_difference`, relative).
   plasticity-spread
               how much the estimate varies over 20 draws of --batch + --batch images of the quickstart's two data sets,
               for matched and for all pairs, which take the same forward passes.
@@ -50,6 +50,7 @@ FLAGS = (
     command.Flag("slices", "of tpu-static", default=1, value="N"),
     command.Flag("fsdp", "devices that share the parameters, of tpu-static", default=1, value="N"),
     command.Flag("remat", "none, block or dots, of tpu-static", default="none", value="NAME"),
+    command.Flag("peer", "of plasticity: a clone of github.com/ambroiseodt/vit-plasticity", value="DIR"),
     command.Flag("json", "file to write", value="FILE"),
 )
 

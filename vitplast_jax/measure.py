@@ -8,7 +8,11 @@ Compares images of the pretraining data (config.measure.x_name; else the sample 
 split of config.data; config.measure.distribution and config.measure.split take others. Prints the table, the costs and
 the recommendation under config.budget; writes plasticity.json, plasticity.csv and plasticity.png. The same command goes
 on with a measurement that was stopped. --config.measure.gradients=True adds the norms of the loss gradients,
---config.measure.ratios=True every single ratio (ratios.npz).
+--config.measure.ratios=True every single ratio (ratios.npz), --config.measure.sizes=56 rates and bounds at that size.
+
+GPT-2 is measured on two text files, one text a line:
+  python -m vitplast_jax.measure --config configs/gpt2.py --workdir runs/gpt2 --config.weights=FOLDER
+      --config.measure.x_path=FILE --config.data.path=FILE
 """
 
 from vitplast_jax import command

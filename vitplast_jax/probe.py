@@ -1,7 +1,8 @@
-"""Linear probing: what the features of the weights a config starts from already tell about the classes of its data.
+"""Linear probing: what the features of the weights that a config starts from, or of a run, tell about its classes.
 
 Example:
   python -m vitplast_jax.probe --config configs/quickstart.py --workdir runs/probe
+  python -m vitplast_jax.probe --run runs/quickstart --workdir runs/probe_after     (its best checkpoint, on its data)
 
 A logistic regression on pooled features, after each component of each block, averaged over all tokens and of the class
 token; --config.probe.places=last takes the paper's place alone: the output of the last block before the final norm,
@@ -10,16 +11,26 @@ averaged over all tokens. Writes probe.json, probe.csv, probe.md and probe.png.
 
 from vitplast_jax import command
 
-FLAGS = (command.CONFIG, command.WORKDIR, *command.PROCESSES)
+FLAGS = (
+    command.Flag("config", "config file; :ARG is passed to its get_config", value="configs/X.py[:ARG]"),
+    command.Flag("run", "probe this run's best checkpoint", value="DIR"),
+    command.WORKDIR,
+    *command.PROCESSES,
+)
 
 
 def main(flags):
+    if bool(flags.config) == bool(flags.run):
+        raise command.UsageError("give either --config FILE (the weights it starts from) or --run DIR (its result)")
+    for key, _ in flags.overrides if flags.run else ():
+        if key.partition(".")[0] != "probe":
+            raise command.UsageError(f"--config.{key}: with --run only config.probe.* may be set")
     from vitplast_jax.training import processes
 
     processes.join(flags)
-    from vitplast_jax.training.probing import probe
+    from vitplast_jax.training import probing
 
-    report(probe(flags.config), flags.workdir)
+    report(probing.probe_run(flags.run, flags.overrides) if flags.run else probing.probe(flags.config), flags.workdir)
 
 
 def report(result: dict, workdir) -> None:

@@ -31,6 +31,7 @@ def plasticity(flags) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         save_timm(models.parameters(ours), ours.spec, f"{folder}/same.safetensors")
         net.load_state_dict(load_file(f"{folder}/same.safetensors"))
+    outputs = the_papers_own(flags.peer, net, ours.spec) if flags.peer else written_after_the_paper(net)
     draw = np.random.RandomState(0)
     x, y = (draw.randn(batch, *ours.spec.img_size, 3).astype(np.float32) for _ in range(2))
     as_torch = [torch.from_numpy(side.transpose(0, 3, 1, 2).copy()) for side in (x, y)]
@@ -38,7 +39,7 @@ def plasticity(flags) -> list[dict]:
     runs = {
         "all": lambda: measure(ours, x, y, pairing="all", **options),
         "matched": lambda: measure(ours, x, y, pairing="matched", **options),
-        "peer": lambda: paper_rates(net, *as_torch),
+        "peer": lambda: paper_rates(outputs, *as_torch),
     }
     found = {name: run() for name, run in runs.items()}  # compilation and first touch
     times = {name: [] for name in runs}
@@ -59,7 +60,7 @@ def plasticity(flags) -> list[dict]:
             "ours_s": round(seconds["all"], 4),
             "ours_matched_s": round(seconds["matched"], 4),
             "extra_pairs": round(seconds["all"] / seconds["matched"], 3),
-            "peer": f"the paper's protocol, torch {torch.__version__}, timm {timm.__version__}",
+            "peer": f"the paper's {'code' if flags.peer else 'way'}, torch {torch.__version__}",
             "peer_pairs": batch,
             "peer_s": round(seconds["peer"], 4),
             "ratio": round(seconds["all"] / seconds["peer"], 3),
@@ -70,11 +71,28 @@ def plasticity(flags) -> list[dict]:
     ]
 
 
-def paper_rates(net, x, y):
-    """Mean rates [blocks * components] of matched pairs as the paper's code gets them: every component of every block
-    on the embedding output, outputs of both batches kept, FC2 on the input zero-padded to the hidden width."""
+def paper_rates(outputs, x, y):
+    """Mean rates [blocks * components] of matched pairs as the paper's code gets them: the outputs of both batches are
+    kept, then compared one after the other. ``outputs``: images -> {"embedding": tokens, then each component's}."""
     import numpy as np
     import torch
+
+    with torch.inference_mode():
+        of_x, of_y = outputs(x), outputs(y)
+        distances = {}
+        for key in list(of_x):
+            one, other = of_x.pop(key), of_y.pop(key)
+            distances[key] = ((one - other) ** 2).flatten(1).sum(-1).sqrt().numpy()
+    inputs = distances.pop("embedding")
+    return np.array([float(np.mean(found / inputs)) for found in distances.values()])
+
+
+def written_after_the_paper(net):
+    """Every component of every block on the embedding output, FC2 on it zero-padded to the hidden width; on timm's."""
+    import torch
+
+    for block in net.blocks:
+        block.attn.fused_attn = False  # as there
 
     def outputs(images):
         tokens = net._pos_embed(net.patch_embed(images))
@@ -88,16 +106,47 @@ def paper_rates(net, x, y):
             kept[index, "fc2"] = block.mlp.fc2(torch.cat((tokens, zeros), -1))
         return kept
 
-    for block in net.blocks:
-        block.attn.fused_attn = False  # as there
-    with torch.inference_mode():
-        of_x, of_y = outputs(x), outputs(y)
-        distances = {}
-        for key in list(of_x):
-            one, other = of_x.pop(key), of_y.pop(key)
-            distances[key] = ((one - other) ** 2).flatten(1).sum(-1).sqrt().numpy()
-    inputs = distances.pop("embedding")
-    return np.array([float(np.mean(found / inputs)) for found in distances.values()])
+    return outputs
+
+
+# timm's names -> those of the paper's code
+_NAMES = {
+    "patch_embed.proj": "embedding.patching.patching.0",
+    "cls_token": "embedding.cls_token",
+    "pos_embed": "embedding.pos_emb",
+    ".norm1.": ".attn_norm.",
+    ".norm2.": ".ffn_norm.",
+    ".qkv.": ".qkv_mat.",
+    ".attn.proj.": ".attn.output.",
+    ".mlp.": ".ffn.",
+}
+
+
+def the_papers_own(folder: str, net, spec):
+    """The method of the paper's own model; ``folder``: a clone of github.com/ambroiseodt/vit-plasticity."""
+    import sys
+    import types
+
+    sys.path.insert(0, os.path.join(folder, "src"))
+    try:
+        sys.modules.setdefault("tiktoken", types.ModuleType("tiktoken"))  # of its GPT-2, which is not called
+        from vitef.models.transformer.architecture import Transformer, TransformerConfig
+    except ImportError as error:
+        raise UserError(f"--peer {folder} is no clone of vit-plasticity that can be imported ({error})") from None
+    sizes = {"emb_dim": spec.width, "n_heads": spec.heads, "n_layers": spec.depth, "ffn_dim": spec.hidden}
+    image = {"image_dim": (spec.in_chans, *spec.img_size), "patch_size": spec.patch_size[0]}
+    biases = {"attn_bias": True, "ffn_bias": True, "norm_bias": True, "norm_eps": spec.eps}
+    kind = {"patch_type": "computer_vision", "emb_type": "linear", "cls_token": True, "output_type": "classification"}
+    theirs = Transformer(TransformerConfig(**sizes, **image, **biases, **kind, n_classes=spec.num_classes)).eval()
+    renamed = {}
+    for name, value in net.state_dict().items():
+        for ours, other in _NAMES.items():
+            name = name.replace(ours, other)
+        renamed[name] = value
+    missing = theirs.load_state_dict(renamed, strict=False).missing_keys
+    if left := [name for name in missing if not name.startswith("output.")]:
+        raise UserError(f"--peer {folder}: its model has other names than expected: {', '.join(left[:5])}")
+    return theirs.get_decomposition
 
 
 def plasticity_spread(flags, draws: int = 20) -> list[dict]:

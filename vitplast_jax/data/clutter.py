@@ -3,8 +3,8 @@
 In: (name, path, split, validation share, split seed), as `sources.load` checked them. Out: a Source of 28 x 28 images
 with the examples, labels and splits of `digits`.
 
-Each digit is enlarged about twofold, turned by up to 40 degrees and put near the centre of the canvas; then fragments
-of other digits of the same split (so nothing of a test image is seen in training) cover four random places. All draws
+Each digit is enlarged about threefold, turned by up to 25 degrees and put near the centre of the canvas; then fragments
+of other digits of the same split (so nothing of a test image is seen in training) cover two random places. All draws
 are functions of an example's number in the data set and of the split: every run of a grid sees the same images.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from vitplast_jax.data import arrays
 
-SIDE, FRAGMENT, FRAGMENTS = 28, 6, 4
-LARGEST_ANGLE, SCALES, LARGEST_SHIFT = np.deg2rad(40), (1.8, 2.4), 4
+SIDE, FRAGMENT, FRAGMENTS = 28, 6, 2
+LARGEST_ANGLE, SCALES, LARGEST_SHIFT = np.deg2rad(25), (2.8, 3.4), 2
 _SEED = 20260206  # of the draws; another would be another data set
 
 

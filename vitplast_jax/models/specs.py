@@ -229,6 +229,11 @@ class GPT2Spec:
         """The longest sequence."""
         return self.context
 
+    @property
+    def prefix(self) -> int:
+        """Tokens that stand for nothing in the input."""
+        return 0
+
 
 Spec = ViTSpec | GPT2Spec
 

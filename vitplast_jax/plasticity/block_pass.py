@@ -56,12 +56,13 @@ def plain_kernel(linear) -> jax.Array:
     return kernel if linear.slot is None else linear.slot.merged(kernel, bias)[0]
 
 
-def _from_stream(block, factor, x) -> dict[str, jax.Array]:
+def _from_stream(block, factor, x, normed: bool) -> dict[str, jax.Array]:
     """Every component given `x` [b, n, d]; FC1 and FC2 up to a rotation and a shift, which no distance sees."""
     padded = plain_kernel(block.mlp.fc2)[: x.shape[-1]]  # of a zero-padded input only these rows meet anything
+    norm1 = block.norm1(x)
     return {
-        "ln1": block.norm1(x),
-        "mha": block.attn(x),
+        "ln1": norm1,
+        "mha": block.attn(norm1 if normed else x),
         "ln2": block.norm2(x),
         "fc1": x @ factor.astype(x.dtype),
         "fc2": x @ padded.astype(x.dtype),
@@ -143,7 +144,7 @@ def make_distances(pairing: str, mesh):
 
 
 @functools.lru_cache(maxsize=16)
-def make_block_pass(template: Template, inputs: str, pairing: str, batch_size: int, mesh):
+def make_block_pass(template: Template, inputs: str, pairing: str, batch_size: int, mesh, normed: bool = False):
     """Compiles one block's measurement; all blocks share it, and so does the next measurement of such a model.
 
     Args:
@@ -152,6 +153,7 @@ def make_block_pass(template: Template, inputs: str, pairing: str, batch_size: i
       pairing: "matched" or "all".
       batch_size: rows of each side that a device computes at once.
       mesh: over whose devices the rows are divided.
+      normed: the attention receives what LN1 makes of its input (inputs "embedding" and "block").
     Returns:
       A function (params, factor, x, y, distances of x and y) -> (rates [components, *pairs], distances of their inputs
       [components, *pairs], domain {component: (sigma, radius)}, x, y at the next block); pairs are [b] or [a, b].
@@ -162,7 +164,7 @@ def make_block_pass(template: Template, inputs: str, pairing: str, batch_size: i
     def activations(block, factor, x):
         if inputs == "natural":
             return block(x, intermediates=True)[1]
-        out = {"input": x} | _from_stream(block, factor, x)
+        out = {"input": x} | _from_stream(block, factor, x, normed)
         return out | {"output": block(x) if inputs == "block" else x}
 
     def in_batches(block, factor, x):

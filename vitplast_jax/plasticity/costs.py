@@ -47,7 +47,8 @@ def _operations(spec, params: Mapping) -> Iterable[tuple[list[str], float, int]]
                 yield [], 4.0 * spec.tokens**2 * spec.width, 2
             elif paths:
                 yield paths, products(paths, spec.tokens), 1
-    yield last, products(last, 1), 1
+    tied = 2.0 * spec.tokens * int(np.prod(flat["wte"].shape)) if "wte" in flat else 0.0  # the head of GPT-2
+    yield last, products(last, 1) + tied, 1
 
 
 def step_flops(spec, params: Mapping, mask: Mapping) -> float:

@@ -8,11 +8,12 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vitplast_jax import models, peft, sharding, trees
-from vitplast_jax.data import decode, sources
+from vitplast_jax.data import decode, sources, text
 from vitplast_jax.errors import UserError
 from vitplast_jax.plasticity import rates, select, stream
 from vitplast_jax.plasticity.bounds import COMPONENTS
@@ -20,9 +21,9 @@ from vitplast_jax.plasticity.costs import Costs
 from vitplast_jax.plasticity.gradients import add_gradients, measure_gradients
 from vitplast_jax.plasticity.protocol import measure
 from vitplast_jax.training import config as settings
-from vitplast_jax.training import inputs
+from vitplast_jax.training import inputs, processes
 from vitplast_jax.training.run import load_run, read_description
-from vitplast_jax.training.start import base_parameters, load_start, slots_of
+from vitplast_jax.training.start import base_parameters, load_language_start, load_start, slots_of
 
 AUTO = ("auto",)
 
@@ -35,11 +36,38 @@ def measure_config(config, folder=None) -> dict:
       folder: where the state of the measurement is kept, so that it can go on after a kill; None: nowhere.
     """
     config = _without_adapter(config)
-    downstream = _downstream(config, config.measure.split)
-    start = load_start(config, downstream.class_names)
-    result = _measure(models.build(start.spec, start.params), config, downstream, folder)
-    costs = Costs(config, start.spec, start.params)
+    if config.data.name == text.NAME:
+        start, pretraining, downstream = _read_texts(config)
+        spec = models.specs.replace(start.spec, context=downstream.shape[1])  # what a step is counted for
+    else:
+        downstream = _downstream(config, config.measure.split)
+        start, pretraining = load_start(config, downstream.class_names), _pretraining(config)
+        spec = start.spec
+    result = _measure(models.build(start.spec, start.params), config, pretraining, downstream, folder)
+    if config.measure.sizes:
+        result["sizes"] = _other_sizes(result, config, pretraining, downstream)
+    costs = Costs(config, spec, start.params)
     return result | select.choose(result, costs, config.budget.params, config.budget.flops)
+
+
+def _other_sizes(result: dict, config, pretraining, downstream) -> list[dict]:
+    """Rates and bounds against the number of tokens: the same images at every size of `measure.sizes`."""
+    if config.data.name == text.NAME:
+        raise UserError("config.measure.sizes are those of images; for texts set config.data.length")
+    found = [result]
+    for side in config.measure.sizes:
+        plain = {**config.to_dict()["measure"], "sizes": (), "gradients": False, "ratios": False}
+        other = settings.validate({**config.to_dict(), "image_size": (side,), "measure": plain})
+        start = load_start(other, downstream.class_names)
+        found.append(_measure(models.build(start.spec, start.params), other, pretraining, downstream, None))
+    rows = []
+    for entry in sorted(found, key=lambda entry: entry["tokens"]):
+        for component in entry["components"]:
+            bounds = [row["bound"] for row in entry["rows"] if row["component"] == component["component"]]
+            values = {name: component[name] for name in ("component", "mean", "low", "high")}
+            bound = None if None in bounds else float(np.mean(bounds))
+            rows.append({"tokens": entry["tokens"], **values, "bound": bound})
+    return sorted(rows, key=lambda row: COMPONENTS.index(row["component"]))
 
 
 def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=None) -> dict:
@@ -71,10 +99,12 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
     folder, kept = Path(folder), config.measure.ratios
     with_ratios = settings.validate({**config.to_dict(), "measure.ratios": True})
     start = peft.merge(models.build(run.spec, base, slots_of(config)))
-    before = _measure(start, with_ratios, downstream, folder / "before")
-    after = _measure(trained, with_ratios, downstream, folder)
+    pretraining = _pretraining(config)
+    before = _measure(start, with_ratios, pretraining, downstream, folder / "before")
+    after = _measure(trained, with_ratios, pretraining, downstream, folder)
     difference = _difference(before, after, folder)
-    if not kept:
+    processes.gather(0)  # nobody reads them any more
+    if not kept and jax.process_index() == 0:
         for place in (folder, folder / "before"):
             (place / stream.RATIOS).unlink()
         (folder / "before").rmdir()
@@ -94,6 +124,8 @@ def resolve_auto(config, workdir, overwrite: bool):
     """
     if tuple(config.trainable) != AUTO:
         raise UserError(f"config.trainable is {','.join(config.trainable)}: auto stands alone")
+    if config.data.name == text.NAME:
+        raise UserError("texts can be measured, not trained on; use the measure command")
     description = None
     if not overwrite and (Path(workdir) / "config.json").exists():
         description = read_description(workdir)
@@ -122,14 +154,14 @@ def _without_adapter(config):
     return settings.validate({**config.to_dict(), "trainable": ("all",), "peft": {}})
 
 
-def _measure(model, config, downstream, folder) -> dict:
+def _measure(model, config, pretraining, downstream, folder) -> dict:
     chosen = config.measure
     params = trees.map_paths(lambda _, leaf: jnp.asarray(leaf, jnp.float32), models.parameters(model))
     model = models.with_parameters(model, params)
     mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
     result = measure(
         model,
-        _pretraining(config) if chosen.distribution == "tasks" else None,
+        pretraining,
         downstream,
         protocol=chosen.protocol,
         inputs=chosen.inputs,
@@ -205,8 +237,11 @@ def _downstream(config, split: str):
 
 
 def _pretraining(config):
-    """Images of the pretraining data: a source, or the sample that ships beside the weights (NAME.sample.npz)."""
+    """Images of the pretraining data: a source, or the sample that ships beside the weights (NAME.sample.npz); None
+    where only downstream images are compared."""
     chosen = config.measure
+    if chosen.distribution != "tasks":
+        return None
     if chosen.x_name:
         source = sources.load(chosen.x_name, chosen.x_path or None, "train", validation=0)
         return decode.check(source, config.data.unreadable, config.data.threads)
@@ -226,3 +261,29 @@ def _pretraining(config):
         raise UserError(
             f"{sample} is not an npz with an array 'images' ({error}); install vitplast_jax again"
         ) from None
+
+
+def _read_texts(config):
+    """(language model, sequences of words of the pretraining data, None where unused, and of the downstream data)."""
+    start, data, chosen = load_language_start(config), config.data, config.measure
+    if chosen.gradients:
+        raise UserError("config.measure.gradients: loss gradients are those of images with labels, not of texts")
+    if data.length > start.spec.context:
+        raise UserError(f"config.data.length is {data.length}; {start.spec.name} takes {start.spec.context} words")
+    place = data.tokenizer
+    if not place and config.weights:
+        from vitplast_jax.weights.convert import resolve
+
+        place = os.fspath(resolve(config.weights))
+        place = place if os.path.isdir(place) else os.path.dirname(place)
+    if not place:
+        raise UserError("say where tokenizer.json, or vocab.json and merges.txt, lie: --config.data.tokenizer=FOLDER")
+    tokenizer, padded = text.load_tokenizer(place), chosen.protocol == "reference"
+
+    def read(path, key):
+        if not path:
+            raise UserError(f"config.{key} is empty: name a text file, one text a line")
+        return text.load(path, tokenizer, data.length, start.spec.vocabulary, padded)
+
+    downstream = read(data.path, "data.path")
+    return start, read(chosen.x_path, "measure.x_path") if chosen.distribution == "tasks" else None, downstream

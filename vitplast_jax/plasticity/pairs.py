@@ -4,6 +4,7 @@ In: the two sides' data (Sources or arrays) and the protocol. Out: indices of th
 
   ours       images drawn without replacement in an order of `seed`, normalised as the weights expect
   reference  as the paper's code: in the order of the files, used again when too few, ImageNet statistics
+Of a language model the images are sequences of words, [n, t] whole numbers.
 
 Which pairs (`distribution`); the paper has the first and names it as a limit:
   tasks         an image of the pretraining data with one of the downstream data
@@ -23,7 +24,7 @@ import numpy as np
 
 from vitplast_jax.data import pipeline, preprocess, sources
 from vitplast_jax.errors import UserError
-from vitplast_jax.models.specs import IMAGENET, Preprocessing
+from vitplast_jax.models.specs import IMAGENET, GPT2Spec, Preprocessing
 
 PROTOCOLS = ("ours", "reference")
 PAIRINGS = ("matched", "all")
@@ -146,22 +147,50 @@ class Prepare:
 
 
 @dataclasses.dataclass(frozen=True)
+class Words:
+    """As :class:`Prepare`, for the words of a language model: nothing is done to them."""
+
+    preprocessing: None = None
+
+    def __call__(self, words: jax.Array, places: jax.Array) -> jax.Array:
+        return words
+
+
+@dataclasses.dataclass(frozen=True)
 class Images:
     """One side's images: `read(places)` gives a batch on the host, `prepare(batch)` what the model is fed."""
 
     count: int
     read: Callable[[np.ndarray], np.ndarray]
-    prepare: Prepare
+    prepare: Prepare | Words
     labels: np.ndarray | None = None
     fingerprint: Callable[[], str] = lambda: ""
+    words: int | None = None  # in a sequence, of a language model
 
     def perturbed(self, radius: float, seed: int) -> "Images":
         """The same images, each with a random perturbation of norm `radius`."""
         return dataclasses.replace(self, prepare=dataclasses.replace(self.prepare, radius=float(radius), seed=seed))
 
 
+def open_words(data, spec, side: str) -> Images:
+    """Sequences of words, whole numbers [n, t], of a language model."""
+    data = np.asarray(data)
+    if data.ndim != 2 or not np.issubdtype(data.dtype, np.integer) or not 1 < data.shape[1] <= spec.context:
+        raise UserError(
+            f"{spec.name} takes whole numbers [n, t], t from 2 to {spec.context}, on side {side}, "
+            f"not {data.dtype} {data.shape}"
+        )
+    if data.min(initial=0) < 0 or data.max(initial=0) >= spec.vocabulary:
+        raise UserError(f"side {side} has words from {data.min()} to {data.max()}; {spec.name} has {spec.vocabulary}")
+    data = data.astype(np.int32)
+    return Images(len(data), lambda places: data[places], Words(), None, lambda: _hash(data), data.shape[1])
+
+
 def open_images(data, spec, preprocessing: Preprocessing | None, side: str) -> Images:
-    """Images of a Source, of uint8 [n, h, w(, c)] (resized and normalised here) or of floats (fed as they are)."""
+    """Images of a Source, of uint8 [n, h, w(, c)] (resized and normalised here) or of floats (fed as they are); of a
+    language model sequences of words."""
+    if isinstance(spec, GPT2Spec):
+        return open_words(data, spec, side)
     size = spec.img_size
     prepare = Prepare(True, True, size, spec.in_chans, preprocessing)
     labels = None

@@ -1,7 +1,7 @@
 """How plastic is each component of each block on these images? `measure` -> the result that plasticity.json holds.
 
-In: a model, images of the pretraining data (x) and of the downstream data (y). Out: means, intervals, quantiles,
-bounds, a recommendation.
+In: a model, images (or sequences of words) of the pretraining data (x) and of the downstream data (y). Out: means,
+intervals, quantiles, bounds, a recommendation.
 
 The pass: a tile of x and a tile of y are embedded; then block after block gives the distances of its components'
 outputs in one compiled function, the same for all blocks. Rates are reduced to statistics at once, so memory depends on
@@ -22,7 +22,7 @@ import numpy as np
 
 from vitplast_jax import models, sharding
 from vitplast_jax.errors import UserError
-from vitplast_jax.models.specs import Preprocessing
+from vitplast_jax.models.specs import GPT2Spec, Preprocessing
 from vitplast_jax.plasticity import block_pass, stream, summary
 from vitplast_jax.plasticity import pairs as pairing_rules
 from vitplast_jax.plasticity.bounds import COMPONENTS
@@ -57,9 +57,10 @@ def measure(
     """Measures the plasticity of every component of every block, its bound, and what to train.
 
     Args:
-      model: a ViT.
+      model: a ViT, or GPT-2.
       data_x: images of the pretraining data: a Source, uint8 [n, h, w, c], or normalised floats [n, height, width, c];
-        unused (None will do) where `distribution` takes both sides from the downstream data.
+        of GPT-2 words, whole numbers [n, t]; unused (None will do) where `distribution` takes both sides from the
+        downstream data.
       data_y: images of the downstream data, likewise.
       protocol, inputs, pairing, distribution: see the docstrings of this module and of pairs.py.
       radius: Frobenius norm of the perturbation of a normalised image, for distribution "perturbation".
@@ -94,6 +95,13 @@ def measure(
     mesh = sharding.make_mesh(1) if mesh is None else mesh
     side_y = pairing_rules.open_images(data_y, spec, preprocessing, "y")
     side_x = side_y if distribution != "tasks" else pairing_rules.open_images(data_x, spec, preprocessing, "x")
+    if side_x.words != side_y.words:
+        raise UserError(f"sequences of {side_x.words} and of {side_y.words} words cannot be compared; cut them alike")
+    if distribution == "perturbation" and side_y.words:
+        raise UserError("words cannot be perturbed a little; take measure.distribution=tasks or downstream")
+    tokens = side_y.words or spec.tokens
+    # The paper's code gives GPT-2's attention, and no other, the output of LN1; the distance stays that of the input.
+    normed = protocol == "reference" and isinstance(spec, GPT2Spec)
     places = pairing_rules.choose_pairs(
         side_x.count,
         side_y.count,
@@ -109,7 +117,7 @@ def measure(
     if distribution == "perturbation":
         side_y = side_y.perturbed(radius, seed)
     batch_size = -(-min(batch_size, max(map(len, places))) // mesh.size) * mesh.size
-    tiles, sizes = _cut(spec, inputs, pairing, batch_size, places, mesh.size)
+    tiles, sizes = _cut(spec, tokens, inputs, pairing, batch_size, places, mesh.size)
     params = models.parameters(model)
     key = ""
     if folder is not None:
@@ -125,7 +133,9 @@ def measure(
         ratios=ratios,
     )
     with jax.default_matmul_precision("highest"), _bar(tiles, found, places, pairing, progress) as bar:
-        _run(model, params, mesh, (side_x, side_y), inputs, batch_size, tiles[found.tiles :], sizes, found, bar)
+        sides = side_x, side_y
+        compiled = _compile(model, mesh, sides, inputs, found.pairing, batch_size, normed)
+        _run(model, params, mesh, sides, compiled, inputs, batch_size, tiles[found.tiles :], sizes, found, bar)
     if min(int(statistics.count.min()) for statistics in found.by_block) == 0:
         raise UserError("all pairs consist of two equal images, so no rate exists; give two different sets of images")
     result = {
@@ -140,7 +150,7 @@ def measure(
         "pairs": int(found.overall.count.min()),
         "excluded_pairs": int(found.overall.excluded.max()),
         "preprocessing": summary.describe_preprocessing(side_x.prepare, side_y.prepare),
-        "tokens": spec.tokens,
+        "tokens": tokens,
         "radius": float(found.radius.max()),
         "sigma": float(found.sigma.min()),
         **summary.make_tables(model, params, found, with_bounds),
@@ -150,7 +160,7 @@ def measure(
     return result
 
 
-def _cut(spec, inputs: str, pairing: str, batch_size: int, places, devices: int):
+def _cut(spec, tokens: int, inputs: str, pairing: str, batch_size: int, places, devices: int):
     """([(first x, first y)] of each tile, (images of x, of y) in a tile).
 
     Tiles of all pairs are whole batches of each side, as many as fit a device and are needed.
@@ -158,20 +168,25 @@ def _cut(spec, inputs: str, pairing: str, batch_size: int, places, devices: int)
     sizes = (batch_size, batch_size)
     if pairing == "all":
         widths = 6 * spec.width + 2 * spec.hidden if inputs == "natural" else 7 * spec.width
-        batch_bytes = 2 * 4 * spec.tokens * widths * batch_size // devices
+        batch_bytes = 2 * 4 * tokens * widths * batch_size // devices
         most = max(1, min(_TILE_BYTES // batch_bytes, _TILE_IMAGES // batch_size))
         sizes = tuple(batch_size * min(most, -(-len(side) // batch_size)) for side in places)
         return [(i, j) for i in range(0, len(places[0]), sizes[0]) for j in range(0, len(places[1]), sizes[1])], sizes
     return [(i, i) for i in range(0, len(places[0]), batch_size)], sizes
 
 
-def _run(model, params, mesh, sides, inputs, batch_size, tiles: Sequence, sizes, found: stream.Stream, bar) -> None:
-    """Measures tile after tile into `found`."""
-    rows, everywhere = sharding.batch(mesh), sharding.replicated(mesh)
+def _compile(model, mesh, sides, inputs: str, pairing: str, batch_size: int, normed: bool):
+    """(embedding of each side, pass of a block, distances): the compiled functions of a measurement."""
     whole, block = block_pass.make_template(model), block_pass.make_template(model.blocks[0])
     embeds = [block_pass.make_embed(whole, side.prepare, mesh) for side in sides]
-    run = block_pass.make_block_pass(block, inputs, found.pairing, batch_size // mesh.size, mesh)
-    distances = block_pass.make_distances(found.pairing, mesh)
+    run = block_pass.make_block_pass(block, inputs, pairing, batch_size // mesh.size, mesh, normed)
+    return embeds, run, block_pass.make_distances(pairing, mesh)
+
+
+def _run(model, params, mesh, sides, compiled, inputs, batch_size, tiles: Sequence, sizes, found: stream.Stream, bar):
+    """Measures tile after tile into `found`."""
+    rows, everywhere = sharding.batch(mesh), sharding.replicated(mesh)
+    embeds, run, distances = compiled
     factors = [block_pass.fc1_factor(block_pass.plain_kernel(block.mlp.fc1)) for block in model.blocks]
     params, factors = jax.device_put((params, factors), everywhere)
 

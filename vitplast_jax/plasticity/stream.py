@@ -1,7 +1,8 @@
 """What has been measured so far? Statistics of every block in constant memory; on disk, so that a kill costs seconds.
 
 In: the rates of one tile of pairs after the other. Out: the statistics; with a folder also `measuring.npz`, from which
-the same measurement goes on with the identical numbers, and on request `ratios.npz`, every single ratio.
+the same measurement goes on with the identical numbers, and on request `ratios.npz`, every single ratio. All processes
+of a pod hold the same statistics; the first one writes, and all go on from what it wrote.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from vitplast_jax import trees
 from vitplast_jax.files import replacing
 from vitplast_jax.plasticity import rates
 from vitplast_jax.plasticity.bounds import COMPONENTS
+from vitplast_jax.training import processes
 
 STATE, RATIOS = "measuring.npz", "ratios.npz"
 # Pairs of components (indices) whose means are compared on the same pairs of images.
@@ -52,14 +54,15 @@ class Stream:
         self.contrasts = new_statistics(CONTRASTS)
         self.sigma, self.radius = np.full((depth, 2), np.inf), np.zeros(depth)
         self.tiles = 0
-        # One process writes; the others of a pod would have to find the same file, so only single processes resume.
-        self.folder = None if folder is None or jax.process_count() > 1 else Path(folder)
-        self._key, self._saved = key, time.monotonic()
-        self._restore()
+        self.folder = None if folder is None else Path(folder)
+        self._key, self._saved, self._writes = key, time.monotonic(), jax.process_index() == 0
+        shape = (depth, len(COMPONENTS), *(sizes if pairing == "all" else sizes[:1]))
         self._ratios = None
-        if ratios and self.folder is not None:
-            shape = (depth, len(COMPONENTS), *(sizes if pairing == "all" else sizes[:1]))
-            self._ratios = self._open_ratios(shape)
+        if self.folder is not None:
+            kept = self._open_ratios(shape) if ratios and self._writes else None
+            self._restore(needs_ratios=ratios and self._writes and kept is None)
+            if ratios and self._writes:
+                self._ratios = kept if self.tiles else self._new_ratios(shape)
 
     def add(self, tile: Sequence[tuple[np.ndarray, np.ndarray]], start: tuple[int, int]) -> None:
         """Adds a tile: for every block the rates and the distances of their inputs, [components, *pairs] each."""
@@ -76,7 +79,7 @@ class Stream:
         first, second = np.transpose(CONTRASTS)
         self.contrasts.update(means[first] - means[second], np.minimum(shortest[first], shortest[second]), *places)
         self.tiles += 1
-        if self.folder is not None and time.monotonic() - self._saved > _SAVE_SECONDS:
+        if self.folder is not None and self._writes and time.monotonic() - self._saved > _SAVE_SECONDS:
             self.save()
 
     def see(self, index: int, domain: Mapping) -> None:
@@ -104,37 +107,44 @@ class Stream:
             self._ratios.flush()
             self._ratios = None
             _write_ratios(self.folder, self.places)
-        (self.folder / STATE).unlink(missing_ok=True)
+        if self._writes:
+            (self.folder / STATE).unlink(missing_ok=True)
+        processes.gather(0)  # what the first process wrote is there for all
 
     def _statistics(self) -> dict[str, rates.RateStatistics]:
         by_block = {str(index): statistics for index, statistics in enumerate(self.by_block)}
         return by_block | {"overall": self.overall, "contrasts": self.contrasts}
 
-    def _restore(self) -> None:
-        if self.folder is None:
+    def _restore(self, needs_ratios: bool) -> None:
+        """Takes over the state of an earlier start, if all processes find it (and the ratios that it counts)."""
+        arrays = {} if needs_ratios else self._read()
+        tiles = int(arrays.get("tiles", 0))
+        if (processes.gather(tiles) != tiles).any() or not tiles:
             return
-        try:
-            with np.load(self.folder / STATE, allow_pickle=False) as file:
-                if str(file["key"]) != self._key:
-                    return
-                arrays = {name: file[name] for name in file.files}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return  # none, or a damaged one: measured anew
         for name, statistics in self._statistics().items():
             fields = {path.partition("/")[2]: value for path, value in arrays.items() if path.startswith(f"{name}/")}
             statistics.restore(fields)
         self.sigma, self.radius, self.tiles = arrays["sigma"], arrays["radius"], int(arrays["tiles"])
 
+    def _read(self) -> dict[str, np.ndarray]:
+        """The state on disk, if it is this measurement's."""
+        try:
+            with np.load(self.folder / STATE, allow_pickle=False) as file:
+                return {name: file[name] for name in file.files} if str(file["key"]) == self._key else {}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return {}  # none, or a damaged one: measured anew
+
     def _open_ratios(self, shape):
+        """The ratios of an earlier start, None where there are none of this shape."""
+        try:
+            kept = np.lib.format.open_memmap(self.folder / _RAW_RATIOS, mode="r+")
+        except (OSError, ValueError):
+            return None
+        return kept if kept.shape == shape else None
+
+    def _new_ratios(self, shape):
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / _RAW_RATIOS
-        if self.tiles and path.exists():
-            kept = np.lib.format.open_memmap(path, mode="r+")
-            if kept.shape == shape:
-                return kept
-        elif self.tiles:  # the state counts ratios that are gone
-            raise ValueError(f"{path} is missing although {STATE} counts its ratios; delete {STATE}")
-        return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        return np.lib.format.open_memmap(self.folder / _RAW_RATIOS, mode="w+", dtype=np.float32, shape=shape)
 
 
 def _write_ratios(folder: Path, places) -> None:

@@ -14,8 +14,8 @@ from vitplast_jax.plasticity.select import trainable_line
 from vitplast_jax.reports import plots, tables
 
 _DISTRIBUTIONS = {
-    "tasks": "{images_x} pretraining images, {images_y} downstream images",
-    "downstream": "{images_x} and {images_y} other downstream images",
+    "tasks": "{images_x} pretraining {what}, {images_y} downstream {what}",
+    "downstream": "{images_x} and {images_y} other downstream {what}",
     "class": "{images_x} downstream images with as many of the same class",
     "perturbation": "{images_x} downstream images, each with a perturbation of norm {radius_of_perturbation:g}",
 }
@@ -23,7 +23,8 @@ _DISTRIBUTIONS = {
 
 def describe(result: Mapping) -> str:
     """The text for a terminal: what was compared, the tables, the costs, the recommendation."""
-    images = _DISTRIBUTIONS[result["distribution"]].format(**result)
+    what = "sequences" if "gpt2" in result["model"] else "images"
+    images = _DISTRIBUTIONS[result["distribution"]].format(**result, what=what)
     parts = [
         f"{result['model']}: {result['pairs']:,} {result['pairing']} pairs ({images}), "
         f"protocol={result['protocol']}, inputs={result['inputs']}",
@@ -37,6 +38,8 @@ def describe(result: Mapping) -> str:
         parts += [f"before and after the run {result['run']} (step {result['step']}):", _difference(result), ""]
     if "gradients" in result:
         parts += [_agreement(result["gradients"]), ""]
+    if "sizes" in result:
+        parts += ["rates and mean bounds against the number of tokens:", tables.text_table(result["sizes"]), ""]
     notes = (result["notes"].get(key) for key in ("pairs", "excluded_pairs", "mha_bound"))
     parts += [f"note: {note}" for note in notes if note]
     parts += [f"recommendation: {trainable_line(result['recommendation'])}", f"  {result['recommendation']['reason']}"]

@@ -19,13 +19,15 @@ from vitplast_jax.files import replacing
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 _GREY = "#6E6E6E"
 
-# colour, marker and line style of each component, the same in every picture
+# colour, marker and line style of each component, and of all together, the same in every picture
 COMPONENT_STYLE = {
     "ln1": (_SKY, "v", (0, (1, 1))),
     "mha": (_RED, "o", "-"),
     "ln2": (_PURPLE, "^", (0, (1, 1))),
     "fc1": (_BLUE, "s", "--"),
     "fc2": (_GREEN, "D", "-."),
+    "emb": (_ORANGE, "P", (0, (5, 1, 1, 1, 1, 1))),
+    "all": ("black", "X", (0, (8, 2))),
 }
 
 _STYLE = {

@@ -83,6 +83,10 @@ def _flat(row: Mapping) -> dict[str, Any]:
     return result
 
 
+# The order of the bounds in arXiv 2602.06883, whatever the model: MHA > FC1 ~ FC2 > LN2 ~ LN1.
+PAPER_RANKS = {"mha": "1", "fc1": "2-3", "fc2": "2-3", "ln2": "4-5", "ln1": "4-5"}
+
+
 def plasticity_table(result: Mapping) -> str:
     """A plasticity result for a terminal: blocks x components (mean, half of the 95 % interval), then the ranking."""
     names = [entry["component"] for entry in result["components"]]
@@ -98,6 +102,7 @@ def plasticity_table(result: Mapping) -> str:
             "95 % low": entry["low"],
             "95 % high": entry["high"],
             "rank of bound": entry["bound_rank"],
+            "in theory": PAPER_RANKS[entry["component"]],
             "largest ratio": max(row["max"] for row in result["rows"] if row["component"] == entry["component"]),
             "parameters": entry["parameters"],
         }

@@ -227,14 +227,14 @@ def targets(meaning: str) -> Field:
     return Field((), read, "targets such as q,v@0-5 or mha,ffn", meaning)
 
 
-def ranks(meaning: str) -> Field:
+def wholes(low: int, allowed: str, meaning: str) -> Field:
     def read(value: Any) -> tuple[int, ...]:
         result = tuple(_whole(item) for item in _items(value))
-        if any(rank < 0 for rank in result):
+        if any(number < low for number in result):
             raise ValueError
         return result
 
-    return Field((), read, "whole numbers from 0, one for each block, or ()", meaning)
+    return Field((), read, f"whole numbers from {low}, {allowed}or ()", meaning)
 
 
 def _crop(low: float, high: float) -> bool:
@@ -250,7 +250,8 @@ FIELDS: dict[str, Field] = {
     "image_size": image_size("size the model sees"),
     "num_classes": whole(0, 0, "0: as many as the data have"),
     "data.name": text(
-        "", "digits, folder, table, parquet, tar, npz, idx, fashion_mnist, tfds, or a benchmark: vtab/dtd"
+        "",
+        "digits, folder, table, parquet, tar, npz, idx, fashion_mnist, tfds, or a benchmark: vtab/dtd; measure: text",
     ),
     "data.path": text("", "where the data lie"),
     "data.validation": number(0.2, "from 0, below 1", lambda x: 0 <= x < 1, "share of train held out to choose by"),
@@ -289,6 +290,8 @@ FIELDS: dict[str, Field] = {
     "data.cache_gb": number(
         2.0, "from 0", lambda x: x >= 0, "decoded images of a split are kept in memory if they fit"
     ),
+    "data.tokenizer": text("", "of texts: tokenizer.json, or its folder; empty: it lies beside the weights"),
+    "data.length": whole(128, 2, "words of a sequence, where the data are texts"),
     "batch_size": whole(512, 1, "images a step, over all devices"),
     "microbatch": text("", "images at once; auto: the most that fit", '"", "auto" or a number', r"|auto|[1-9]\d*"),
     "accumulation": whole(1, 1, "parts in which a batch is computed; the gradient is the mean over the batch"),
@@ -313,7 +316,7 @@ FIELDS: dict[str, Field] = {
     "dropout": number(0.0, "from 0, below 1", lambda x: 0 <= x < 1, ""),
     "peft.method": choice("", PEFT_METHODS, "what is attached"),
     "peft.rank": whole(8, 1, "of LoRA; width of an adapter; number of prompts; block size of OFT; reflections of HRA"),
-    "peft.ranks": ranks("of each block, where they differ; 0 leaves a block out"),
+    "peft.ranks": wholes(0, "one for each block, ", "of each block, where they differ; 0 leaves a block out"),
     "peft.targets": targets("where; (): the method's own (lora q,v; adapter ffn; oft, boft, hra qkv)"),
     "peft.projection": choice("free", ("free", "ao"), "ao: each matrix is made from one vector (AOFT)"),
     "peft.scales": switch(False, "AOFT*'s lambda"),
@@ -351,6 +354,7 @@ FIELDS: dict[str, Field] = {
     "measure.x_name": text("", "pretraining data; empty: the sample shipped with the model"),
     "measure.x_path": text("", "where they lie"),
     "measure.images": whole(256, 0, "of each side, 0: all"),
+    "measure.sizes": wholes(1, "", "further image sizes at which rates and bounds are compared, as in 224,384"),
     "measure.batch_size": whole(64, 1, "images at once"),
     "measure.ratios": switch(False, "also write every single ratio (ratios.npz)"),
     "measure.gradients": switch(False, "also measure the loss gradients"),

@@ -1,14 +1,15 @@
 """What do the features of a pretrained model already tell about the classes? Linear probing, block by block.
 
-In: a checked config: weights, data. Out: accuracy of a linear classifier on pooled features after each component of
-each block. The paper's probe (arXiv 2602.06883) is one of these places: the output of the last block, before the final
-norm, averaged over all tokens.
+In: a checked config (weights, data), or a finished run. Out: accuracy of a linear classifier on pooled features after
+each component of each block. The paper's probe (arXiv 2602.06883) is one of these places: the output of the last block,
+before the final norm, averaged over all tokens.
 
 Features stream through one compiled forward pass on the devices of the mesh; only their pooled values come back. The
 classifier is scikit-learn's: features L2-normalised example by example, standardised over the training split, logistic
 regression with C = 1. It is fitted on `train` alone, so that `validation` stays unseen, as when a run is finetuned.
 """
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ from tqdm import tqdm
 
 from vitplast_jax import models, sharding
 from vitplast_jax.data import pipeline, sources
+from vitplast_jax.training import config as settings
 from vitplast_jax.training import inputs, metrics
+from vitplast_jax.training.run import load_run
 from vitplast_jax.training.start import load_start, slots_of
 
 # component -> its output among a block's activations, before that is added to the residual stream, which "block" is
@@ -76,12 +79,40 @@ def probe(config) -> dict[str, Any]:
     Raises:
       UserError: config, data or weights that do not fit.
     """
-    began = time.monotonic()
-    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
     data = inputs.load_data(config)
     start = load_start(config, data["train"].class_names)
-    spec, present = start.spec, {split: source for split, source in data.items() if source is not None}
-    params = sharding.put(mesh, start.params, lambda _: "float32")
+    return _probe(config, data, start.spec, start.params) | {"base_weights": dict(start.identity)}
+
+
+def probe_run(folder, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """Probes the best checkpoint of a run on that run's data.
+
+    Args:
+      folder: of the run.
+      overrides: (key, text) of ``probe.*``; everything else is the run's.
+    Returns:
+      As :func:`probe`, with ``run`` and ``step``.
+    """
+    run = load_run(folder)
+    values = run.config.to_dict()
+    for key, value in overrides:
+        values["probe"] = {**values["probe"], key.removeprefix("probe."): settings.read(key, value)}
+    config = settings.validate(values)
+    data = {
+        split: None if source is None else inputs.with_labels_of(source, run.class_names)
+        for split, source in inputs.load_data(config).items()
+    }
+    found = _probe(config, data, run.spec, models.parameters(run.model))
+    identity = dict(run.description["base_weights"])
+    return found | {"base_weights": identity, "run": os.fspath(folder), "step": run.best_step}
+
+
+def _probe(config, data: Mapping, spec, params: Mapping) -> dict[str, Any]:
+    """Probes these parameters, those in the slots included."""
+    began = time.monotonic()
+    mesh = sharding.make_mesh(config.mesh.data, config.mesh.fsdp)
+    present = {split: source for split, source in data.items() if source is not None}
+    params = sharding.put(mesh, params, lambda _: "float32")
     labels = {split: np.asarray(source.labels) for split, source in present.items()}
     rows, compilations, main = [], 0, places_of(spec, "last")[0]
     summaries: dict[str, Any] = {}
@@ -108,7 +139,6 @@ def probe(config) -> dict[str, Any]:
         "test": summaries.get("test"),
         "validation": summaries.get("validation"),
         "rows": rows,
-        "base_weights": dict(start.identity),
         "data_fingerprint": {split: source.fingerprint for split, source in present.items()},
         "seconds": round(time.monotonic() - began, 2),
         "compilations": {"features": compilations},

@@ -71,6 +71,28 @@ def load_start(config, class_names: Sequence[str]) -> Start:
     return _with_slots(start, config)
 
 
+def load_language_start(config) -> Start:
+    """The language model of a config whose data are texts; its head is its table of words.
+
+    Raises:
+      UserError: weights that cannot be read, or a model that takes images.
+    """
+    if config.weights:
+        from vitplast_jax.weights import convert
+
+        loaded = convert.load(config.weights, model=config.model or None)
+        start = Start(loaded.spec, loaded.params, loaded.identity, tuple(loaded.notes))
+    elif config.model:
+        spec = specs.spec(config.model)
+        params = models.initial_parameters(spec, config.seed)
+        start = Start(spec, params, _drawn(params), (f"random start: no weights given for {spec.name}",))
+    else:
+        raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
+    if not isinstance(start.spec, models.GPT2Spec):
+        raise UserError(f"{start.spec.name} takes images; texts need a language model, as --config.model=gpt2")
+    return start
+
+
 def _with_slots(start: Start, config) -> Start:
     slots = slots_of(config)
     if slots is None:
