@@ -78,6 +78,10 @@ def test_command_without_a_sample_says_what_to_do(config_file, tmp_path, capsys)
     error = capsys.readouterr().err
     assert "--config.measure.x_name" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+    for name, says in (("folder", "measure.x_name=folder needs measure.x_path: "), ("x", "measure.x_name is 'x', ")):
+        flags = [f"--config={config_file}", f"--workdir={tmp_path / 'out'}", f"--config.measure.x_name={name}"]
+        assert run_command(*flags) == 1
+        assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
 def test_command_says_first_that_the_folder_cannot_be_written(config_file, tmp_path, capsys):

@@ -334,3 +334,9 @@ def test_transposed_matrices_are_copied_by_tiles():
         copy = export.contiguous(array)
         assert copy.flags.c_contiguous and copy.dtype == array.dtype
         np.testing.assert_array_equal(copy, array)
+
+
+def test_a_runs_folder_is_no_folder_of_weights(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="is a run's folder; make weights of it with tools/convert_checkpoint"):
+        readers.read_tensors(tmp_path)

@@ -32,7 +32,9 @@ def save_hf_peft(model: models.ViT, folder: str | os.PathLike, base: str = "timm
     """
     if model.slots is None or model.slots.method != "lora":
         what = "nothing" if model.slots is None else model.slots.method
-        raise UserError(f"the peft layout holds LoRA; the model has {what} in its slots (export it merged: timm, hf)")
+        raise UserError(
+            f"the peft layout holds LoRA; the model has {what} in its slots (timm and hf hold what can be merged)"
+        )
     if base not in BASES:
         raise UserError(f"the base is {base!r}; expected {', '.join(BASES)}")
     tensors: dict[str, np.ndarray] = {}

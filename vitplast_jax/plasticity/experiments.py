@@ -243,9 +243,16 @@ def _pretraining(config):
     if chosen.distribution != "tasks":
         return None
     if chosen.x_name:
-        source = sources.load(chosen.x_name, chosen.x_path or None, "train", validation=0)
+        try:
+            source = sources.load(chosen.x_name, chosen.x_path or None, "train", validation=0)
+        except UserError as error:
+            told = str(error).replace("data.name", "measure.x_name").replace("data.path", "measure.x_path")
+            raise UserError(told) from None
         return decode.check(source, config.data.unreadable, config.data.threads)
-    hint = "say which pretraining images to compare with: --config.measure.x_name=NAME --config.measure.x_path=PATH"
+    hint = (
+        "name images like those it was pretrained on, as in --config.measure.x_name=folder "
+        "--config.measure.x_path=DIR (any data.name does)"
+    )
     if not config.weights:
         raise UserError(f"config.weights is empty, so no sample of pretraining images comes with them; {hint}")
     from vitplast_jax.weights.convert import resolve

@@ -92,6 +92,11 @@ def _file_of_folder(folder):
         candidate = os.path.join(folder, name)
         if os.path.isfile(candidate):
             return candidate
+    if os.path.isdir(os.path.join(folder, "checkpoints")):
+        raise UserError(
+            f"{folder}: is a run's folder; make weights of it with tools/convert_checkpoint.py export "
+            f"--checkpoint {folder} --output FILE.safetensors --layout timm"
+        )
     found = sorted(f for f in os.listdir(folder) if f.endswith((".safetensors", ".npz", ".pth", ".pt", ".bin")))
     if len(found) == 1:
         return os.path.join(folder, found[0])
