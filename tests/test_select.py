@@ -7,7 +7,7 @@ import pytest
 
 from vitplast_jax import components, models, trees
 from vitplast_jax.errors import UserError
-from vitplast_jax.models import ViTSpec
+from vitplast_jax.models import GPT2Spec, ViTSpec
 from vitplast_jax.plasticity.costs import Costs, step_flops
 from vitplast_jax.plasticity.select import choose
 from vitplast_jax.training import config as settings
@@ -113,6 +113,26 @@ def test_flops_are_those_of_the_lowered_step(selectors):
     (theirs, ours), (theirs_full, ours_full) = counted([*selectors, "head"]), counted(["all"])
     assert ours / ours_full == pytest.approx(theirs / theirs_full, rel=0.03)
     assert 0.85 < ours / theirs < 1.02  # norms, softmax and GELU are not counted
+
+
+def test_the_tied_head_of_gpt2_costs_what_the_compiler_counts():
+    spec = GPT2Spec(name="g", width=128, depth=2, heads=2, hidden=512, vocabulary=1000, context=64)
+    shapes = models.abstract_parameters(spec)
+
+    def counted(selector):
+        mask = components.mask(shapes, [selector])
+        trainable, frozen = trees.partition(shapes, mask)
+
+        def loss(trainable, frozen, words):
+            logits = models.apply(models.structure(spec), trainable, frozen, words)
+            return jax.nn.logsumexp(logits, axis=-1).mean()
+
+        lowered = jax.jit(jax.grad(loss)).lower(trainable, frozen, jax.ShapeDtypeStruct((4, 64), np.int32))
+        return lowered.cost_analysis()["flops"], 4 * step_flops(spec, shapes, mask)
+
+    for selector in ("emb", "fc2", "all"):
+        theirs, ours = counted(selector)
+        assert 0.96 < ours / theirs < 1, selector
 
 
 def test_costs_by_hand():

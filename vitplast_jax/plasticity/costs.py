@@ -47,8 +47,9 @@ def _operations(spec, params: Mapping) -> Iterable[tuple[list[str], float, int]]
                 yield [], 4.0 * spec.tokens**2 * spec.width, 2
             elif paths:
                 yield paths, products(paths, spec.tokens), 1
-    tied = 2.0 * spec.tokens * int(np.prod(flat["wte"].shape)) if "wte" in flat else 0.0  # the head of GPT-2
-    yield last, products(last, 1) + tied, 1
+    yield last, products(last, 1), 1
+    if "wte" in flat:  # GPT-2's head
+        yield ["wte"], 2.0 * spec.tokens * int(np.prod(flat["wte"].shape)), 1
 
 
 def step_flops(spec, params: Mapping, mask: Mapping) -> float:
@@ -58,7 +59,7 @@ def step_flops(spec, params: Mapping, mask: Mapping) -> float:
     for paths, flops, operands in _operations(spec, params):
         trains = any(chosen[path] for path in paths)
         total += flops
-        if any(chosen[path] for path in paths if path.endswith("kernel")):
+        if any(chosen[path] for path in paths if path.endswith(("kernel", "wte"))):
             total += flops
         if trained_before:
             total += operands * flops
