@@ -8,6 +8,7 @@ import pytest
 
 from vitplast_jax import command, models, trees
 from vitplast_jax.models import ViTSpec
+from vitplast_jax.plasticity import experiments
 from vitplast_jax.plasticity.select import trainable_line
 
 SPEC = ViTSpec(name="tiny", img_size=(8, 8), patch_size=(4, 4), width=12, depth=2, heads=3, hidden=30, num_classes=3)
@@ -125,16 +126,28 @@ def test_everything_on_request(config_file, tmp_path, capsys):
 def test_rates_and_bounds_at_two_sizes(config_file, tmp_path, capsys):
     """The weights are the same and FC1's bound with them; that of attention grows as the square root of the tokens."""
     folder = tmp_path / "out"
-    assert run_command(f"--config={config_file}", f"--workdir={folder}", "--config.measure.sizes=56") == 0
+    assert run_command(f"--config={config_file}", f"--workdir={folder}", "--config.measure.sizes=56,28,56") == 0
     assert "against the number of tokens" in capsys.readouterr().out
     result = json.loads((folder / "plasticity.json").read_text())
     rows = {(row["component"], row["tokens"]): row for row in result["sizes"]}
+    assert len(rows) == len(result["sizes"])  # each size once, its own 28 too
     assert sorted(rows) == sorted((name, n) for name in ("ln1", "mha", "ln2", "fc1", "fc2") for n in (17, 65))
     for entry in result["components"]:
         assert rows[entry["component"], 17]["mean"] == entry["mean"]
     assert rows["fc1", 17]["bound"] == rows["fc1", 65]["bound"]
     radius = rows["mha", 65]["bound"] / rows["mha", 17]["bound"] / (65 / 17) ** 0.5
     assert 0.5 < radius < 2  # what is left: the largest token norm of each size, to the fourth under the root
+
+
+def test_sizes_that_cannot_be_measured_are_said_first(config_file, tmp_path, capsys, monkeypatch):
+    def too_late(*arguments, **options):
+        raise AssertionError("measured before it was checked")
+
+    monkeypatch.setattr(experiments, "measure", too_late)
+    assert run_command(f"--config={config_file}", f"--workdir={tmp_path / 'out'}", "--config.measure.sizes=56,30") == 1
+    assert "config.measure.sizes" in capsys.readouterr().err
+    assert run_command(f"--run={tmp_path}", f"--workdir={tmp_path / 'out'}", "--config.measure.sizes=56") == 1
+    assert "config.measure.sizes" in capsys.readouterr().err
 
 
 def test_auto_chooses_once_and_a_run_is_compared_with_its_start(config_file, tmp_path, capsys):

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from vitplast_jax import command, models, trees
-from vitplast_jax.data import text
+from vitplast_jax.data import sources, text
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import GPT2Spec
-from vitplast_jax.plasticity import measure, rates
+from vitplast_jax.plasticity import experiments, measure, rates
+from vitplast_jax.training import config as settings
+from vitplast_jax.training import start
 from vitplast_jax.weights import export
 
 SPEC = GPT2Spec(name="gpt2_tiny", width=16, depth=2, heads=2, hidden=64, vocabulary=300, context=24)
@@ -61,6 +63,10 @@ def test_windows_hold_the_texts_and_what_ends_them(folder):
     assert padded.shape == (6, 100)
     second = tokenizer.decode(padded[1].tolist()).replace("<|endoftext|>", "")
     assert second == "Team wins 3-1 at home; coach praises the defence."
+    odd = folder / "odd.txt"
+    odd.write_bytes("\ufeffone\u2028line \x85\r\n\r\nanother\n".encode())  # byte order mark; no line ends inside
+    rows = text.load(odd, tokenizer, 40, 300, padded=True).tolist()
+    assert [tokenizer.decode(row).replace("<|endoftext|>", "") for row in rows] == ["one\u2028line \x85", "another"]
     assert padded[1, -1] == tokenizer.token_to_id("<|endoftext|>")
     cut = text.load(folder / "news.txt", tokenizer, 5, 300, padded=True)
     np.testing.assert_array_equal(cut, padded[:, :5])
@@ -141,6 +147,21 @@ def test_the_command_measures_two_text_files(folder, tmp_path, capsys):
     assert all(0 < share < 1 for share in shares)
 
 
+def test_a_tokenizer_may_lie_beside_a_bare_file_name(folder, monkeypatch):
+    config = settings.validate({"data.name": "text", "data.path": "news.txt", "data.length": 16})
+    started = start.Start(SPEC, {}, {}, ())
+    monkeypatch.setattr(experiments, "load_language_start", lambda config: started)
+    monkeypatch.chdir(folder)
+    given = {"weights": "model.safetensors", "measure.x_path": "prose.txt"}
+    _, x, y = experiments._read_texts(settings.validate({**config.to_dict(), **given}))
+    assert x.shape[1] == y.shape[1] == 16
+
+
+def test_texts_are_not_trained_on(tmp_path):
+    with pytest.raises(UserError, match="texts are only measured"):
+        sources.load("text", tmp_path, "train")
+
+
 @pytest.mark.parametrize(
     ("option", "words"),
     [
@@ -148,10 +169,18 @@ def test_the_command_measures_two_text_files(folder, tmp_path, capsys):
         ("data.length=25", "takes 24 words"),
         ("measure.x_path=", "config.measure.x_path is empty"),
         ("measure.distribution=perturbation", "words cannot be perturbed"),
+        ("measure.distribution=class", "texts have no classes"),
+        ("measure.x_name=digits", "texts are compared with texts"),
+        ("measure.sizes=56", "for texts set config.data.length"),
         ("weights=vit_pico_patch4_28.fashion_mnist", "texts need a language model"),
     ],
 )
-def test_what_texts_cannot_have_is_said(folder, tmp_path, capsys, option, words):
+def test_what_texts_cannot_have_is_said(folder, tmp_path, capsys, monkeypatch, option, words):
+    def too_late(*arguments, **options):
+        raise AssertionError("measured before it was checked")
+
+    if "perturbation" not in option:
+        monkeypatch.setattr(experiments, "measure", too_late)
     assert run_measure(folder, tmp_path / "out", f"--config.{option}") == 1
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error

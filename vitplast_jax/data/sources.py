@@ -123,6 +123,8 @@ def load(
         "tar": tables.load_tar,
         "tfds": prepared.load_prepared,
     }
+    if name == "text":
+        raise UserError("data.name is 'text': texts are only measured, with a language model (configs/gpt2.py)")
     if name not in loaders:
         if name not in protocols.TASKS and "/" not in name:
             near = difflib.get_close_matches(name, protocols.TASKS, 1)

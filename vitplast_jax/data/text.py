@@ -34,7 +34,9 @@ def load(path, tokenizer, length: int, vocabulary: int, padded: bool = False) ->
       UserError: no such file, not UTF-8, too short, or words that the model does not have.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        # Lines end where files end them: str.splitlines would also cut a text at U+2028 or U+0085. A mark of the byte
+        # order is no word.
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:

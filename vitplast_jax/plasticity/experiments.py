@@ -43,21 +43,34 @@ def measure_config(config, folder=None) -> dict:
         downstream = _downstream(config, config.measure.split)
         start, pretraining = load_start(config, downstream.class_names), _pretraining(config)
         spec = start.spec
+    others = _at_other_sizes(config, start.spec)
     result = _measure(models.build(start.spec, start.params), config, pretraining, downstream, folder)
-    if config.measure.sizes:
-        result["sizes"] = _other_sizes(result, config, pretraining, downstream)
+    if others:
+        result["sizes"] = _compare_sizes(result, others, pretraining, downstream)
     costs = Costs(config, spec, start.params)
     return result | select.choose(result, costs, config.budget.params, config.budget.flops)
 
 
-def _other_sizes(result: dict, config, pretraining, downstream) -> list[dict]:
-    """Rates and bounds against the number of tokens: the same images at every size of `measure.sizes`."""
-    if config.data.name == text.NAME:
+def _at_other_sizes(config, spec) -> list:
+    """The config at each further size of `measure.sizes`; what cannot be measured there is said before anything is."""
+    if config.measure.sizes and config.data.name == text.NAME:
         raise UserError("config.measure.sizes are those of images; for texts set config.data.length")
+    plain = {**config.to_dict()["measure"], "sizes": (), "gradients": False, "ratios": False}
+    others = []
+    for side in sorted(set(config.measure.sizes)):
+        try:
+            size = models.specs.replace(spec, img_size=(side, side)).img_size
+        except UserError as error:
+            raise UserError(f"config.measure.sizes: {error}") from None
+        if size != spec.img_size:
+            others.append(settings.validate({**config.to_dict(), "image_size": (side,), "measure": plain}))
+    return others
+
+
+def _compare_sizes(result: dict, others: Sequence, pretraining, downstream) -> list[dict]:
+    """Rates and bounds against the number of tokens: the same images at the size of each config."""
     found = [result]
-    for side in config.measure.sizes:
-        plain = {**config.to_dict()["measure"], "sizes": (), "gradients": False, "ratios": False}
-        other = settings.validate({**config.to_dict(), "image_size": (side,), "measure": plain})
+    for other in others:
         start = load_start(other, downstream.class_names)
         found.append(_measure(models.build(start.spec, start.params), other, pretraining, downstream, None))
     rows = []
@@ -81,6 +94,8 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
       The result of the best checkpoint, with `before` {rows, components} of the base weights and `difference` {rows,
       components}: before, after, difference and the 95 % interval of the mean difference of a pair.
     """
+    if any(key == "measure.sizes" for key, _ in overrides):
+        raise UserError("config.measure.sizes: a run is measured at its own size; other sizes go with --config alone")
     run = load_run(run_folder)
     try:  # the rates and bounds are those of plain components, so what can be merged is
         trained = peft.merge(run.model)
@@ -277,12 +292,18 @@ def _read_texts(config):
         raise UserError("config.measure.gradients: loss gradients are those of images with labels, not of texts")
     if data.length > start.spec.context:
         raise UserError(f"config.data.length is {data.length}; {start.spec.name} takes {start.spec.context} words")
+    if chosen.distribution == "class":
+        raise UserError("texts have no classes; take measure.distribution=tasks or downstream")
+    if chosen.distribution == "tasks" and chosen.x_name not in ("", text.NAME):
+        raise UserError(
+            f"config.measure.x_name is {chosen.x_name!r}: texts are compared with texts; name a file in measure.x_path"
+        )
     place = data.tokenizer
     if not place and config.weights:
         from vitplast_jax.weights.convert import resolve
 
         place = os.fspath(resolve(config.weights))
-        place = place if os.path.isdir(place) else os.path.dirname(place)
+        place = place if os.path.isdir(place) else os.path.dirname(place) or os.curdir
     if not place:
         raise UserError("say where tokenizer.json, or vocab.json and merges.txt, lie: --config.data.tokenizer=FOLDER")
     tokenizer, padded = text.load_tokenizer(place), chosen.protocol == "reference"
