@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vitplast_jax import command, models, probe, trees
+from vitplast_jax import command, models, peft, probe, trees
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import inputs, probing
 from vitplast_jax.training.loop import train_and_evaluate
@@ -31,7 +31,7 @@ def test_features_are_those_of_the_forward_pass(model):
     images = jnp.asarray(np.random.default_rng(1).normal(size=(4, 8, 8, 3)), jnp.float32)
     places = probing.places_of(SPEC, "all")
     assert len(places) == 2 * 6 * 2 and places_last() in places
-    step = jax.jit(probing.make_feature_step(models.structure(SPEC), lambda x: x, places))
+    step = jax.jit(probing.make_feature_step(SPEC, None, lambda x: x, places))
     found = dict(zip(places, step(models.parameters(model), images), strict=True))
     first, last = model.blocks
     stream = model.embed(images)
@@ -50,6 +50,15 @@ def test_features_are_those_of_the_forward_pass(model):
         np.testing.assert_allclose(found[probing.Place(*place)], value, rtol=1e-4, atol=1e-5, err_msg=str(place))
     logits = model.head(model.norm(found[probing.Place(1, "block", "cls")]))
     np.testing.assert_allclose(logits, model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mean_is_over_the_tokens_of_the_image_not_over_prompts(model):
+    prompted, images = peft.attach(model, method="vpt-deep", rank=5), jnp.ones((1, 8, 8, 3))
+    step = probing.make_feature_step(SPEC, prompted.slots, lambda x: x, [places_last()])
+    tokens = prompted(images, intermediates=True)[1]["blocks"][-1]["output"]
+    assert tokens.shape[1] == 1 + 5 + 4  # class token, prompts, patches
+    own = jnp.concatenate([tokens[:, :1], tokens[:, 6:]], axis=1)
+    np.testing.assert_allclose(step(models.parameters(prompted), images)[0], own.mean(1), rtol=1e-5)
 
 
 def places_last():
@@ -108,6 +117,16 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys, monkeypatch):
     config = settings.validate(TINY | {"probe.places": "last"})
     monkeypatch.setattr(probing, "MOST_ITERATIONS", 1)
     assert not probing.probe(config)["rows"][0]["converged"]
+
+
+@pytest.mark.parametrize("more", [{}, {"run": "runs/x"}])
+def test_the_papers_probe_stands_beside_pretrained_weights_alone(tmp_path, capsys, more):
+    row = {"block": 1, "component": "block", "pooling": "mean", "width": 12, "train": 0.9, "validation": None}
+    row |= {"test": 0.5, "iterations": 3, "converged": True}
+    result = {"protocol": {"data": "cifar100"}, "test": {"accuracy": 0.5}, "validation": None, "rows": [row]}
+    result |= {"model": "tiny", "place": places_last()._asdict()}
+    probe.report(result | more, tmp_path)
+    assert ("(paper: " in capsys.readouterr().out) is not bool(more)
 
 
 def test_a_run_is_probed_as_it_was_trained(tmp_path, capsys, monkeypatch):

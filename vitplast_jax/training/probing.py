@@ -34,7 +34,7 @@ MOST_BYTES = 2**31  # of features that are held at once; more places take more p
 
 
 class Place(NamedTuple):
-    """Where features are taken and how tokens become one vector: "mean" over all tokens, or "cls", the class token."""
+    """Where features are taken and how tokens become one: "mean" of all tokens of the image, or "cls", the class token."""
 
     block: int
     component: str
@@ -53,15 +53,20 @@ def width_of(spec, place: Place) -> int:
     return spec.hidden if place.component == "fc1" else spec.width
 
 
-def make_feature_step(static, prepare: Callable, places: Sequence[Place]) -> Callable:
-    """Returns ``feature_step(params, uint8 images) -> [features [b, width] float32 of each place]``."""
+def make_feature_step(spec, slots, prepare: Callable, places: Sequence[Place]) -> Callable:
+    """Returns ``feature_step(params, uint8 images) -> [features [b, width] float32 of each place]``.
+
+    ``slots``: as of :func:`models.build`. Prompts, which stand before the patches, are no part of a mean.
+    """
+    static = models.structure(spec, slots)
 
     def feature_step(params: Mapping, images):
         _, out = models.apply(static, params, {}, prepare(images), intermediates=True)
         features = []
         for place in places:
             tokens = out["blocks"][place.block][ACTIVATIONS[place.component]].astype(jnp.float32)
-            features.append(tokens[:, 0] if place.pooling == "cls" else tokens.mean(1))
+            prompts = np.arange(spec.prefix, spec.prefix + tokens.shape[1] - spec.tokens)
+            features.append(tokens[:, 0] if place.pooling == "cls" else jnp.delete(tokens, prompts, axis=1).mean(1))
         return features
 
     return feature_step
@@ -172,10 +177,10 @@ def _groups(spec, places: Sequence[Place], images: int) -> list[list[Place]]:
 
 def _extract(config, spec, mesh, params, present: Mapping, places) -> tuple[dict[str, list[np.ndarray]], int]:
     """The features [n, width] of each place for each split, and how many programs that took."""
-    structure, steps = models.structure(spec, slots_of(config)), {}
+    steps = {}
     for ragged in (True, False):  # whether the host has resized
         step = make_feature_step(
-            structure, inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged), places
+            spec, slots_of(config), inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged), places
         )
         steps[ragged] = jax.jit(step, out_shardings=sharding.replicated(mesh))
     wanted = min(config.eval_batch_size, max(map(len, present.values())))
