@@ -44,6 +44,10 @@ def test_bfloat16_gives_what_float32_gives_within_its_precision(name):
     model = create_model("gpt2", **sizes) if name == "gpt2" else create_model("vit_base_patch16_224", **sizes)
     attention = model.blocks[0].attn
     x = jnp.asarray(draw(4, 2, 9, 32))
-    exact, rounded = attention(x), attention(x.astype(jnp.bfloat16))
-    assert rounded.dtype == jnp.bfloat16
-    assert float(jnp.abs(rounded.astype(jnp.float32) - exact).max()) < 0.02 * float(jnp.abs(exact).max())
+    exact, back = jax.vjp(attention, x)
+    rounded, rounded_back = jax.vjp(attention, x.astype(jnp.bfloat16))
+    gradient = jnp.asarray(draw(5, 2, 9, 32), jnp.bfloat16)
+    of_x, of_rounded = back(gradient.astype(jnp.float32))[0], rounded_back(gradient)[0]
+    for ours, theirs in ((rounded, exact), (of_rounded, of_x)):
+        assert ours.dtype == jnp.bfloat16
+        assert float(jnp.abs(ours.astype(jnp.float32) - theirs).max()) < 0.02 * float(jnp.abs(theirs).max())

@@ -34,7 +34,7 @@ MOST_BYTES = 2**31  # of features that are held at once; more places take more p
 
 
 class Place(NamedTuple):
-    """Where features are taken and how tokens become one: "mean" of all tokens of the image, or "cls", the class token."""
+    """Where features are taken, and how tokens become one: "mean" of the image's tokens, or "cls", the class token."""
 
     block: int
     component: str
