@@ -13,6 +13,7 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
+EXTRAS = {("tables.py", "pyarrow"): "parquet", ("text.py", "tokenizers"): "text"}  # (file, package) -> extra
 IMPORT_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn", "orbax": "orbax-checkpoint", "absl": "absl-py"}
 PEERS = {"torch", "torchvision", "timm", "transformers", "peft"}  # the extra `parity`
 
@@ -75,9 +76,9 @@ def test_whatever_is_imported_is_declared(package):
             for name in {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"vitplast_jax"}:
                 if name in PEERS and path.name == "verify.py":
                     continue  # compares with the peer where it is installed
-                if name == "pyarrow" and path.name == "tables.py":
-                    assert package["extras_require"]["parquet"][0].startswith(name)
-                    continue  # an extra of its own, asked for in one line where it is missing
+                if (path.name, name) in EXTRAS:  # asked for in one line where it is missing
+                    assert package["extras_require"][EXTRAS[path.name, name]][0].startswith(name)
+                    continue
                 assert canonicalize_name(IMPORT_NAMES.get(name, name)) in declared, f"{path.name} imports {name}"
 
 
