@@ -25,19 +25,14 @@ def convert(flags) -> list[dict]:
         source, imported = f"{folder}/source.safetensors", f"{folder}/imported"
         write_random(flags.model, source)
         size = os.path.getsize(source)
+
+        def export(layout):
+            return [TOOL, "export", "--checkpoint", imported, "--output", f"{folder}/{layout}", "--layout", layout]
+
         cases = {
             "import": [TOOL, "import", "--source", source, "--output", imported, "--model", flags.model],
-            "export to timm": [TOOL, "export", "--checkpoint", imported, "--output", f"{folder}/x", "--layout", "timm"],
-            "export to transformers": [
-                TOOL,
-                "export",
-                "--checkpoint",
-                imported,
-                "--output",
-                f"{folder}/hf",
-                "--layout",
-                "hf",
-            ],
+            "export to timm": export("timm"),
+            "export to transformers": export("hf"),
             "load_model": ["-c", LOAD, source],
         }
         rows = []

@@ -85,17 +85,11 @@ def time_methods(model: str, batch: int, repeats: int) -> list[dict]:
             row |= {"step_s": round(statistics.median(times[name]), 4), "pairs": repeats}
             for key, other in (("lora", "lora"), ("ln1", "ln1"), ("peer", "hf peft")):
                 if other in times:
-                    row |= ratios(times[name], times[other], f"ratio_{key}")
+                    pairs = zip(times[name], times[other], strict=True)
+                    row[f"ratio_{key}"] = round(statistics.median(a / b for a, b in pairs), 3)
+                    row |= steps.quartiles(times[name], times[other], f"ratio_{key}")
         rows.append(row)
     return rows
-
-
-def ratios(times: list[float], others: list[float], name: str) -> dict[str, float]:
-    """Median and quartiles of the pairwise ratios."""
-    found = sorted(a / b for a, b in zip(times, others, strict=True))
-    quarter = len(found) // 4
-    low, high = found[quarter], found[-1 - quarter]
-    return {name: round(statistics.median(found), 3), f"{name}_low": round(low, 3), f"{name}_high": round(high, 3)}
 
 
 def hf_peft_step(model: str, batch: int):

@@ -4,6 +4,8 @@ import os
 import statistics
 import time
 
+from suites import steps
+
 from vitplast_jax.errors import UserError
 
 
@@ -50,7 +52,6 @@ def plasticity(flags) -> list[dict]:
             times[name].append(time.perf_counter() - began)
     means = np.array([row["mean"] for row in found["matched"]["rows"]])
     seconds = {name: statistics.median(values) for name, values in times.items()}
-    ratios = sorted(a / b for a, b in zip(times["all"], times["peer"], strict=True))
     return [
         {
             "model": model,
@@ -64,8 +65,7 @@ def plasticity(flags) -> list[dict]:
             "peer_pairs": batch,
             "peer_s": round(seconds["peer"], 4),
             "ratio": round(seconds["all"] / seconds["peer"], 3),
-            "ratio_low": round(ratios[len(ratios) // 4], 3),
-            "ratio_high": round(ratios[-1 - len(ratios) // 4], 3),
+            **steps.quartiles(times["all"], times["peer"], "ratio"),
             "largest_difference": float(np.abs(means / found["peer"] - 1).max()),
         }
     ]

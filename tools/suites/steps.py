@@ -21,12 +21,18 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L
 TIMM_NAMES = {"ln1": ".norm1.", "mha": ".attn.", "ln2": ".norm2.", "fc1": ".mlp.fc1.", "fc2": ".mlp.fc2."}
 
 
+def quartiles(times, others, name: str) -> dict[str, float]:
+    """The lower and the upper quartile of the ratios of pairs, as NAME_low and NAME_high."""
+    ratios = sorted(a / b for a, b in zip(times, others, strict=True))
+    quarter = len(ratios) // 4
+    return {f"{name}_low": round(ratios[quarter], 3), f"{name}_high": round(ratios[-1 - quarter], 3)}
+
+
 def cpu_step(flags) -> list[dict]:
     """Interleaved steps of both libraries on the same random batch."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     rows = []
     for name, ours, theirs, peer in measured_pairs(flags, flags.batch or 8, "float32", lambda net: net):
-        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
         ours_s, peer_s = statistics.median(ours), statistics.median(theirs)
         rows.append(
             {
@@ -39,8 +45,7 @@ def cpu_step(flags) -> list[dict]:
                 "peer": peer,
                 "peer_s": round(peer_s, 4),
                 "ratio": round(ours_s / peer_s, 3),
-                "ratio_low": round(ratios[len(ratios) // 4], 3),
-                "ratio_high": round(ratios[-1 - len(ratios) // 4], 3),
+                **quartiles(ours, theirs, "ratio"),
                 "pairs": flags.repeats,
             }
         )

@@ -48,12 +48,8 @@ def load_start(config, class_names: Sequence[str]) -> Start:
         raise UserError(f"config.num_classes is {num_classes}, but the data have {len(class_names)} classes")
     size = tuple(config.image_size) or None
     if not config.weights:
-        if not config.model:
-            raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
-        spec = _with_settings(specs.spec(config.model, num_classes=num_classes, img_size=size), config)
-        params = models.initial_parameters(spec, config.seed)
-        notes = (f"random start: no weights given for {spec.name}",)
-        return _with_slots(Start(spec, params, _drawn(params), notes), config)
+        spec = _with_settings(_named_spec(config, num_classes=num_classes, img_size=size), config)
+        return _with_slots(_random_start(spec, config.seed), config)
 
     from vitplast_jax.weights import convert
 
@@ -82,15 +78,23 @@ def load_language_start(config) -> Start:
 
         loaded = convert.load(config.weights, model=config.model or None)
         start = Start(loaded.spec, loaded.params, loaded.identity, tuple(loaded.notes))
-    elif config.model:
-        spec = specs.spec(config.model)
-        params = models.initial_parameters(spec, config.seed)
-        start = Start(spec, params, _drawn(params), (f"random start: no weights given for {spec.name}",))
     else:
-        raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
+        start = _random_start(_named_spec(config), config.seed)
     if not isinstance(start.spec, models.GPT2Spec):
         raise UserError(f"{start.spec.name} takes images; texts need a language model, as --config.model=gpt2")
     return start
+
+
+def _named_spec(config, **sizes):
+    """The spec of `config.model` where there are no weights."""
+    if not config.model:
+        raise UserError("config.model and config.weights are both empty: name a model, or weights, or both")
+    return specs.spec(config.model, **sizes)
+
+
+def _random_start(spec, seed: int) -> Start:
+    params = models.initial_parameters(spec, seed)
+    return Start(spec, params, _drawn(params), (f"random start: no weights given for {spec.name}",))
 
 
 def _with_slots(start: Start, config) -> Start:
