@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -148,7 +149,10 @@ def save_folder(params, spec, folder, class_names=None, source=None):
         kinds = ocp.type_handlers
         arrays = kinds.create_type_handler_registry((np.ndarray, kinds.NumpyHandler(deepcopy_host_arrays=False)))
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=arrays)
-        tree = trees.map_paths(lambda _, leaf: contiguous(np.asarray(leaf)), params)
+        flat = trees.flatten(params)
+        with ThreadPoolExecutor() as pool:  # copies of arrays release the interpreter's lock
+            leaves = pool.map(lambda leaf: contiguous(np.asarray(leaf)), flat.values())
+            tree = trees.unflatten(dict(zip(flat, leaves, strict=True)))
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(os.path.join(working, convert.CHECKPOINT), _string_keys(tree))
         write_json(
