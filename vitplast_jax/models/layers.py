@@ -191,11 +191,13 @@ class Attention(nnx.Module):
             q, k, v = (rearrange(part, "... n h k -> ... h k n") for part in (q, k, v))
             mixed = rearrange(attend(q, k, v, self.causal), "... h k n -> ... n h k")
         else:
-            scores = jnp.einsum("...nhk,...mhk->...hnm", q, k).astype(jnp.float32)
+            # Heads first, in memory too: the CPU's products of strided heads take up to three times as long.
+            q, k, v = jax.lax.optimization_barrier([rearrange(part, "... n h k -> ... h n k") for part in (q, k, v)])
+            scores = jnp.einsum("...nk,...mk->...nm", q, k).astype(jnp.float32)
             if self.causal:
                 scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
             weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-            mixed = jnp.einsum("...hnm,...mhk->...nhk", weights, v)
+            mixed = rearrange(jnp.einsum("...nm,...mk->...nk", weights, v), "... h n k -> ... n h k")
         return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
 
 
