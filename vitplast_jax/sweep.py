@@ -22,9 +22,8 @@ FLAGS = (
 
 
 def main(flags):
-    from pathlib import Path
-
     from vitplast_jax.errors import UserError
+    from vitplast_jax.files import as_path
     from vitplast_jax.training import processes
 
     processes.join(flags)
@@ -33,7 +32,7 @@ def main(flags):
 
     cells, shared = grid.make_cells(flags.config), Shared()
     grid.check_starts(cells, shared)
-    folder = Path(flags.workdir)
+    folder = as_path(flags.workdir)
     failed = train_cells(cells, folder, shared)
     if flags.plasticity:
         measure_tasks(cells, folder)
