@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from vitplast_jax.data import records
 from vitplast_jax import files
+from vitplast_jax.data import records
 from vitplast_jax.errors import UserError
 
 SPLITS = ("train", "validation", "test")

@@ -8,11 +8,14 @@ import math
 import re
 from collections.abc import Iterator
 
+# Sums over several slices: every device exchanges its share with those of the other slices at the same place.
+BETWEEN_SLICES = "between-slices"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "c64": 64, "c128": 128}
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{")
 _COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
+_SENT = re.compile(r' = \((?P<shape>.*?), u32\[\].*? send\(.*_xla_megascale_transfer_type="ALL_REDUCE"')
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
@@ -24,19 +27,37 @@ _FUSED = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
 def collective_bytes(text: str) -> dict[str, int]:
-    """Bytes that each kind of collective works on, on one device: those of the whole array it reduces or gathers."""
+    """Bytes that each kind of collective works on, on one device: those of the whole array it reduces or gathers.
+
+    Over several slices a large array is summed within the slice, each device exchanges its share with the other slices
+    ("between-slices"), and the shares are gathered within the slice. The compiler writes that last part as a sum of
+    arrays that are zero outside of the device's own share; here it counts as the all-gather that it is.
+    """
     totals: dict[str, int] = {}
+
+    def add(kind, size):
+        totals[kind] = totals.get(kind, 0) + size
+
     for line, times, _ in _executed(text):
+        if found := _SENT.search(line):
+            add(BETWEEN_SLICES, times * sum(_sizes(found["shape"])))
         if found := _COLLECTIVE.search(line):
             sizes = _sizes(found["shape"])
             if found["start"] and found["kind"] in ("all-gather", "all-to-all", "collective-permute"):
                 # The pair of operands and results; a permutation's has two counters besides.
                 sizes = [size for size in sizes if size > 4] if found["kind"] == "collective-permute" else sizes
                 sizes = sizes[len(sizes) // 2 :]
+            operands = _OPERANDS.findall(line[found.end() :].partition(")")[0])
             if found["kind"] == "reduce-scatter":
-                operands = _OPERANDS.findall(line[found.end() :].partition(")")[0])
                 sizes = [size for name in operands for size in _sizes(_shape_of(text, name))]
-            totals[found["kind"]] = totals.get(found["kind"], 0) + times * sum(sizes)
+            if found["kind"] == "all-reduce" and len(operands) == len(sizes):
+                shares = [size for name, size in zip(operands, sizes, strict=True) if _is_own_share(text, name)]
+                if shares:
+                    add("all-gather", times * sum(shares))
+                if len(shares) == len(sizes):
+                    continue
+                sizes = [sum(sizes) - sum(shares)]
+            add(found["kind"], times * sum(sizes))
     return totals
 
 
@@ -63,6 +84,12 @@ def _bytes(dtype: str, dimensions: str) -> int:
 def _shape_of(text: str, name: str) -> str:
     found = re.search(rf"^\s*(?:ROOT )?%{re.escape(name)} = (\(.*?\) |\S+ )", text, re.MULTILINE)
     return found[1] if found else ""
+
+
+def _is_own_share(text: str, name: str) -> bool:
+    """Whether an array is zeros but for the device's own part."""
+    found = re.search(rf"^\s*%{re.escape(name)} = \S+ dynamic-update-slice\(%(broadcast[\w.\-]*),", text, re.MULTILINE)
+    return found is not None
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:

@@ -28,7 +28,7 @@ from vitplast_jax.training.start import base_parameters, slots_of
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
-    *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
+    *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat", "scan"),
     *("data.path", "data.threads", "data.cache_gb", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
 )
 RUN_FILES = (
