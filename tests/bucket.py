@@ -6,6 +6,7 @@ to; renaming, which there means copying and deleting every object, is refused.
 
 import contextlib
 import http.server
+import importlib.machinery
 import io
 import json
 import sys
@@ -160,7 +161,9 @@ def serving(monkeypatch):
     storage.Client = lambda: client
     cloud = types.ModuleType("google.cloud")
     cloud.storage = storage
-    for module in (cloud, storage):
+    gcsfs = types.ModuleType("gcsfs")
+    gcsfs.__spec__ = importlib.machinery.ModuleSpec("gcsfs", None)
+    for module in (cloud, storage, gcsfs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     OBJECTS.clear()
     try:

