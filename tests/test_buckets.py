@@ -59,8 +59,8 @@ def test_without_the_package_for_buckets_one_line_names_it():
 
 def test_a_run_in_a_bucket_stops_goes_on_is_measured_and_reported(objects, small_config, tmp_path, monkeypatch):
     place = "gs://bucket/runs/one"
-    settings = {"image_size": 8, "mesh__data": 1, "checkpoint_every": 6, "profile": (1, 2)}
-    config, write = small_config(**settings), run.MetricsLog.write
+    config = small_config(image_size=8, mesh__data=1, checkpoint_every=6, profile=(1, 2))
+    write, alone = run.MetricsLog.write, loop.train_and_evaluate(config, tmp_path)
 
     def interrupt(self, **entry):
         write(self, **entry)
@@ -78,8 +78,7 @@ def test_a_run_in_a_bucket_stops_goes_on_is_measured_and_reported(objects, small
     lines = [json.loads(line) for line in objects["bucket/runs/one/metrics.jsonl"].splitlines()]
     assert [line["step"] for line in lines if "split" not in line] == list(range(1, 7))
 
-    alone = loop.train_and_evaluate(config, tmp_path / "disk")  # the same numbers as on a disk
-    assert results["test"] == alone["test"] and results["best_step"] == alone["best_step"]
+    assert results["test"] == alone["test"] and results["best_step"] == alone["best_step"]  # as on a disk, unstopped
     assert loop.train_and_evaluate(config, place) == json.loads(objects["bucket/runs/one/results.json"])  # finished
     assert evaluate_run(place)[0]["accuracy"] == results["test"]["accuracy"]
 
@@ -91,8 +90,9 @@ def test_a_run_in_a_bucket_stops_goes_on_is_measured_and_reported(objects, small
     overview.write_report(place)
     assert b"<html" in objects["bucket/runs/one/report.html"]
 
-    loop.train_and_evaluate(small_config(**settings, learning_rate=1e-2), place, overwrite=True)
-    assert json.loads(objects["bucket/runs/one/config.json"])["learning_rate"] == 1e-2
+    with run.take(place, run.Claim({"seed": 1}, overwrite=True), 1):
+        left = {name.removeprefix("bucket/runs/one/") for name in objects if name.startswith(f"{place[5:]}/")}
+        assert left & {*run.RUN_FILES} == {"config.json", "environment.json"} and "checkpoints" not in str(left)
 
 
 def test_a_measurement_in_a_bucket_goes_on_after_a_kill(objects, small_config, monkeypatch):
