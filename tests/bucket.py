@@ -150,7 +150,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def serving(monkeypatch):
     """Within it ``gs://`` paths lead to :data:`OBJECTS`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
     for name in Files.protocol:

@@ -57,6 +57,7 @@ def test_without_the_package_for_buckets_one_line_names_it():
         files.as_path("gs://bucket/run")
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_stops_goes_on_is_measured_and_reported(objects, small_config, tmp_path, monkeypatch):
     place = "gs://bucket/runs/one"
     config = small_config(image_size=8, mesh__data=1, checkpoint_every=6, profile=(1, 2))
