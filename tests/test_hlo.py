@@ -106,6 +106,20 @@ def test_loops_count_by_their_trips_and_fusions_once():
     }
 
 
+def test_trips_that_are_not_noted_are_those_of_the_condition():
+    noted = ', backend_config={"known_trip_count":{"n":"4"}}'
+    condition = "ROOT %less = pred[] compare(%p.1, %p.1), direction=LT"
+    assert noted in LOOP and condition in LOOP
+    # As the TPU compiler writes it.
+    counted = """%constant.584.clone.1 = s32[]{:T(128)} constant(4)
+  %wide.param.1 = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %get-tuple-element.1159 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  ROOT %lt.34 = pred[]{:T(512)} compare(%get-tuple-element.1159, %constant.584.clone.1), direction=LT"""
+    text = LOOP.replace(noted, "").replace(condition, counted)
+    assert hlo.collective_bytes(text) == hlo.collective_bytes(LOOP)
+    assert hlo.estimated_cycles(text) == hlo.estimated_cycles(LOOP)
+
+
 def test_what_several_slices_sum_is_counted_once():
     trained = 2 * 2 * 768 + 2 * 768 + 769 * 10  # and the loss
     found = hlo.collective_bytes(SLICES)

@@ -19,6 +19,8 @@ _SENT = re.compile(r' = \((?P<shape>.*?), u32\[\].*? send\(.*_xla_megascale_tran
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_BELOW = re.compile(r"ROOT \S+ = \S+ compare\(%[\w.\-]+, %([\w.\-]+)\), direction=LT")
 _OPERANDS = re.compile(r"%([\w.\-]+)")
 # A fusion's computation is part of its instruction; the others are sequences of instructions of their own.
 _SEQUENCES = re.compile(r"\b(?:to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -107,6 +109,18 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     return computations, entry
 
 
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs: as the compiler noted, else by its condition, for JAX counts from 0 up to a constant."""
+    if noted := _TRIPS.search(line):
+        return int(noted[1])
+    name = _CONDITION.search(line)
+    condition = "\n".join(computations.get(name[1], ())) if name else ""
+    if bound := _BELOW.search(condition):
+        constant = re.search(rf"%{re.escape(bound[1])} = s32\[\]\S* constant\((\d+)\)", condition)
+        return int(constant[1]) if constant else 1
+    return 1
+
+
 def _executed(text: str) -> Iterator[tuple[str, int, bool]]:
     """Every instruction with how often it runs, and whether it is a part of a fusion."""
     computations, entry = _computations(text)
@@ -115,8 +129,7 @@ def _executed(text: str) -> Iterator[tuple[str, int, bool]]:
         name, times, fused = waiting.pop()
         for line in computations.get(name, ()):
             yield line, times, fused
-            trips = _TRIPS.search(line) if " while(" in line else None
-            inner = times * (int(trips[1]) if trips else 1)
+            inner = times * (_trips(line, computations) if " while(" in line else 1)
             called = _SEQUENCES.findall(line)
             called += [branch.strip(" %") for found in _BRANCHES.findall(line) for branch in found.split(",")]
             waiting += [(other, inner, fused) for other in called]
