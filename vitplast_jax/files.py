@@ -21,6 +21,9 @@ from typing import IO, Any
 
 from vitplast_jax.errors import UserError
 
+# Decision 10: TensorFlow, where it is installed, is not loaded for this; etils looks here once, at its first path.
+os.environ.setdefault("EPATH_USE_TF", "0")
+
 BUCKET = "gs://"
 _FLUSH_SECONDS = 10.0  # between two uploads of a file that grows
 
@@ -41,7 +44,6 @@ def as_path(path: str | os.PathLike) -> Path:
         return Path(path)
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(f"{path}: buckets need the package gcsfs (pip install -c requirements.txt -e '.[gcs]')")
-    os.environ.setdefault("EPATH_USE_TF", "0")  # TensorFlow, where it is installed, is not to be loaded for this
     from etils import epath
 
     return epath.Path(os.fspath(path))
