@@ -66,7 +66,7 @@ def test_a_run_with_loops_leaves_the_checkpoint_that_one_without_would(small_con
 
     saved = []
     for looped in (False, True):
-        config = small_config(image_size=8, mesh__data=1, scan=looped, steps=4, checkpoint_every=4, eval_every=4)
+        config = small_config(image_size=8, mesh__data=1, scan=looped, steps=4, checkpoint_every=4, optimizer="sgd")
         loop.train_and_evaluate(config, tmp_path / str(looped))
         with ocp.StandardCheckpointer() as checkpointer:
             saved.append(checkpointer.restore(tmp_path / str(looped) / "checkpoints" / "latest" / "4" / "state"))
