@@ -23,6 +23,7 @@ setup(
         "tensorflow-datasets>=4.9.10,<5",
         "ml-collections>=1.1.0,<2",
         "einops>=0.8.1,<0.9",
+        "etils[epath]>=1.15,<2",
         "chex>=0.1.91,<0.2",
         "grain>=0.2.18,<0.3",
         "absl-py>=2.3.1,<3",
@@ -39,6 +40,7 @@ setup(
         "test": ["pytest>=9,<10", "pytest-xdist>=3.8,<4", "ruff==0.17.6", "safetensors>=0.5,<1", "tokenizers>=0.21,<1"],
         "parity": ["torch>=2.6", "torchvision>=0.21", "timm>=1.0.15", "transformers>=5", "peft>=0.18"],
         "text": ["tokenizers>=0.21,<1"],
+        "gcs": ["gcsfs>=2026.10"],  # runs in buckets
         "parquet": ["pyarrow>=19"],
         "prepare": ["tensorflow-cpu>=2.21", "importlib_resources>=6"],  # TFDS imports the second without requiring it
         "tpu": ["jax[tpu]"],

@@ -74,6 +74,21 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 }
 """  # noqa: E501
 
+# The collectives of a step of two ViT-B blocks that trains LN1, final norm and a head of ten classes, as the same
+# compiler writes them for four slices of v5e:16x16; groups, metadata and what lies in between are left out.
+SLICES = """HloModule slices, is_scheduled=true, num_partitions=1024
+ENTRY %main (a: f32[768,10]) -> f32[768,10] {
+  %a = f32[768,10]{1,0} parameter(0)
+  %all-reduce.15 = f32[768,10]{1,0:T(8,128)S(1)} all-reduce(%a), channel_id=7, use_global_device_ids=true, to_apply=%add.clone.clone.1
+  %recv.1 = (f32[1,4,128]{2,1,0:T(4,128)}, u32[], token[]) recv(%after-all.1), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.9_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:255}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send.1 = (f32[1,4,128]{2,1,0:T(4,128)}, u32[], token[]) send(%bitcast.3, %after-all.1), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.9_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:255}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %broadcast.1083 = f32[768,10]{0,1:T(8,128)S(1)} broadcast(%constant.349.clone), dimensions={}
+  %dynamic-update-slice = f32[768,10]{0,1:T(8,128)S(1)} dynamic-update-slice(%broadcast.1083, %copy.177, %bitcast.76, %constant.507)
+  %all-reduce.16 = (f32[5,8,128]{2,1,0:T(8,128)}, f32[768,10]{0,1:T(8,128)S(1)}) all-reduce(%bitcast.246, %dynamic-update-slice), channel_id=1, use_global_device_ids=true, to_apply=%region_25.26.clone
+  %send = (f32[5,8,128]{2,1,0:T(8,128)}, u32[], token[]) send(%get-tuple-element.10, %after-all), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="all-reduce.12_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2,3,4}x{0:255}",_xla_megascale_transfer_type="ALL_REDUCE"}
+}
+"""  # noqa: E501
+
 
 def test_the_compilers_text_of_a_gradient():
     assert hlo.collective_bytes(MATMUL) == {"all-reduce": 2 * 1024 * 4096}
@@ -89,6 +104,29 @@ def test_loops_count_by_their_trips_and_fusions_once():
         "collective-permute": 2 * 6,
         "reduce-scatter": 4 * 16,  # the array that is reduced, not the part that stays
     }
+
+
+def test_trips_that_are_not_noted_are_those_of_the_condition():
+    noted = ', backend_config={"known_trip_count":{"n":"4"}}'
+    condition = "ROOT %less = pred[] compare(%p.1, %p.1), direction=LT"
+    assert noted in LOOP and condition in LOOP
+    # As the TPU compiler writes it.
+    counted = """%constant.584.clone.1 = s32[]{:T(128)} constant(4)
+  %wide.param.1 = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %get-tuple-element.1159 = s32[]{:T(128)} get-tuple-element(%wide.param.1), index=0
+  ROOT %lt.34 = pred[]{:T(512)} compare(%get-tuple-element.1159, %constant.584.clone.1), direction=LT"""
+    text = LOOP.replace(noted, "").replace(condition, counted)
+    assert hlo.collective_bytes(text) == hlo.collective_bytes(LOOP)
+    assert hlo.estimated_cycles(text) == hlo.estimated_cycles(LOOP)
+
+
+def test_what_several_slices_sum_is_counted_once():
+    trained = 2 * 2 * 768 + 2 * 768 + 769 * 10  # and the loss
+    found = hlo.collective_bytes(SLICES)
+    # Small leaves travel together, in whole tiles of 8 x 128: here they fill the fifth to a half.
+    assert 4 * (trained + 1) <= found["all-reduce"] == 4 * (768 * 10 + 5 * 8 * 128) < 4 * (trained + 1 + 8 * 128)
+    assert found["all-gather"] == 4 * 768 * 10  # written as a sum of arrays that are zero but for a device's own share
+    assert found["between-slices"] == 4 * (4 * 128 + 5 * 8 * 128)  # what is sent, not what is received
 
 
 def test_the_text_of_this_machines_compiler_is_read_too():

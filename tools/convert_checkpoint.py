@@ -13,7 +13,7 @@ folder or an imported one: the adapter of a run is merged for timm and hf, and w
 import os
 import sys
 
-from vitplast_jax import command
+from vitplast_jax import command, files
 from vitplast_jax.command import Flag, UsageError
 from vitplast_jax.errors import UserError
 
@@ -56,7 +56,7 @@ def _export_adapter(flags):
     from vitplast_jax import peft
     from vitplast_jax.training import run
 
-    if not os.path.isfile(os.path.join(flags.checkpoint, "config.json")):
+    if not (files.as_path(flags.checkpoint) / "config.json").exists():
         raise UserError(f"{flags.checkpoint}: the peft layout is for the folder of a run that trained an adapter")
     found = run.load_run(flags.checkpoint)
     peft.save_hf_peft(found.model, flags.output, flags.base)
@@ -67,10 +67,11 @@ def _checkpoint(folder):
     """(spec, tree, class names) of an imported folder or of a run's."""
     from vitplast_jax.weights import convert
 
-    if os.path.isfile(os.path.join(folder, "model.json")):
+    place = files.as_path(folder)
+    if (place / "model.json").exists():
         spec, tree, report = convert.load_tree(folder)
         return spec, tree, report.class_names
-    if os.path.isfile(os.path.join(folder, "config.json")) and os.path.isdir(os.path.join(folder, "checkpoints")):
+    if (place / "config.json").exists() and (place / "checkpoints").is_dir():
         from vitplast_jax import models, peft
         from vitplast_jax.training import run
 

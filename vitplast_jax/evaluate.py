@@ -32,12 +32,10 @@ def main(flags):
 
 def report(evaluation: dict, class_names, workdir) -> None:
     """Prints the figures and writes evaluation.json, confusion.csv and confusion.png."""
-    from pathlib import Path
-
-    from vitplast_jax.files import write_json, write_text
+    from vitplast_jax.files import as_path, write_json, write_text
     from vitplast_jax.reports import plots, tables
 
-    folder, matrix = Path(workdir), evaluation["confusion"]
+    folder, matrix = as_path(workdir), evaluation["confusion"]
     counts = [sum(row) for row in matrix]
     rows = [
         {"class": name, "images": counts[label], "accuracy": evaluation["per_class"][name]}

@@ -33,8 +33,10 @@ def main(flags):
     for key, _ in flags.overrides if flags.run else ():
         if key.partition(".")[0] not in ("measure", "budget"):
             raise command.UsageError(f"--config.{key}: with --run only config.measure.* and budget.* may be set")
-    _check_writable(flags.workdir)
+    from vitplast_jax import files
     from vitplast_jax.training import processes
+
+    files.check_writable(flags.workdir, "--workdir")
 
     processes.join(flags)
     processes.check_shared(flags.workdir, "--workdir")
@@ -52,20 +54,6 @@ def main(flags):
     print(plasticity.describe(result))
     names = plasticity.save(result, flags.workdir)
     print(f"wrote {flags.workdir}/{', '.join(names)}")
-
-
-def _check_writable(workdir) -> None:
-    """Says before the measurement, not after it, that its results could not be kept."""
-    import os
-    from pathlib import Path
-
-    from vitplast_jax.errors import UserError
-
-    folder = Path(workdir).absolute()
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        reason = "cannot be written" if existing.is_dir() else "is a file"
-        raise UserError(f"--workdir {workdir}: {existing} {reason}; name another folder")
 
 
 if __name__ == "__main__":

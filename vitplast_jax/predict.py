@@ -17,12 +17,11 @@ FLAGS = (
 
 
 def main(flags):
-    from pathlib import Path
-
     from vitplast_jax.errors import UserError
+    from vitplast_jax.files import as_path
     from vitplast_jax.training.evaluation import predict_images
 
-    if flags.output and Path(flags.output).is_dir():  # said before the work, not after it
+    if flags.output and as_path(flags.output).is_dir():  # said before the work, not after it
         raise UserError(f"--output {flags.output} is a folder; name a file")
     rows, unreadable = predict_images(flags.workdir, flags.images)
     report(rows, unreadable, flags.output)

@@ -35,17 +35,15 @@ def main(flags):
 
 def report(result: dict, workdir) -> None:
     """Prints the table and writes the files of a probe."""
-    from pathlib import Path
-
     import jax
 
     from vitplast_jax.errors import UserError
-    from vitplast_jax.files import write_json, write_text
+    from vitplast_jax.files import as_path, write_json, write_text
     from vitplast_jax.reports import paper, plots, tables
 
     if jax.process_index():
         return
-    folder, rows = Path(workdir), result["rows"]
+    folder, rows = as_path(workdir), result["rows"]
     # The paper probes pretrained weights, so nothing of it stands beside a run.
     reported = None if "run" in result else (paper.accuracy(result["protocol"]["data"]) or {}).get("probe")
     result = {**result, "paper": reported}

@@ -22,9 +22,8 @@ FLAGS = (
 
 
 def main(flags):
-    from pathlib import Path
-
     from vitplast_jax.errors import UserError
+    from vitplast_jax.files import as_path
     from vitplast_jax.training import processes
 
     processes.join(flags)
@@ -33,7 +32,7 @@ def main(flags):
 
     cells, shared = grid.make_cells(flags.config), Shared()
     grid.check_starts(cells, shared)
-    folder = Path(flags.workdir)
+    folder = as_path(flags.workdir)
     failed = train_cells(cells, folder, shared)
     if flags.plasticity:
         measure_tasks(cells, folder)
@@ -75,6 +74,8 @@ def measure_tasks(cells, folder) -> None:
     """Measures the plasticity of each task's start, unless that is done; says where it cannot be."""
     import sys
 
+    import jax
+
     from vitplast_jax.errors import UserError
     from vitplast_jax.plasticity import experiments
     from vitplast_jax.reports import collect, plasticity
@@ -89,7 +90,9 @@ def measure_tasks(cells, folder) -> None:
         if (place / "plasticity.json").exists():
             continue
         try:
-            plasticity.save(experiments.measure_config(config, place), place)
+            result = experiments.measure_config(config, place)
+            if jax.process_index() == 0:
+                plasticity.save(result, place)
         except UserError as error:
             print(f"note: plasticity was not measured: {error}", file=sys.stderr)
 

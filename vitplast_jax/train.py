@@ -49,15 +49,14 @@ def choose(config, workdir, overwrite: bool):
 
 def report(results: dict, workdir) -> None:
     """Draws the curves and prints the summary line."""
-    from pathlib import Path
-
     import jax
 
+    from vitplast_jax.files import as_path
     from vitplast_jax.reports import plots
 
     if jax.process_index():
         return
-    folder, counted = Path(workdir), results["parameters"]
+    folder, counted = as_path(workdir), results["parameters"]
     trained = ", ".join(results["trainable"])
     plots.plot_curves(
         folder / "metrics.jsonl", folder / "curves.png", title=f"{results['protocol']['data']}: {trained}"

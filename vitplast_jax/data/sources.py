@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from vitplast_jax import files
 from vitplast_jax.data import records
 from vitplast_jax.errors import UserError
 
@@ -131,6 +132,8 @@ def load(
             more = f", or a benchmark such as {near[0] if near else 'cifar10 or vtab/dtd'}"
             raise UserError(f"data.name is {name!r}, expected one of {', '.join(loaders)}{more}")
         loaders[protocols.task(name).name] = prepared.load_prepared
+    if path is not None and files.in_bucket(path):
+        raise UserError(f"{path}: data are read from a disk; copy them there, or mount the bucket (gcsfuse)")
     if split not in SPLITS:
         raise UserError(f"split is {split!r}, expected one of {', '.join(SPLITS)}")
     if not 0 <= validation < 1:

@@ -14,6 +14,7 @@ from vitplast_jax import trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import gpt2, specs, vit
 from vitplast_jax.models.gpt2 import GPT2
+from vitplast_jax.models.scan import loops
 from vitplast_jax.models.specs import GPT2Spec, Preprocessing, Spec, ViTSpec
 from vitplast_jax.models.vit import ViT
 
@@ -127,13 +128,17 @@ def split(model: nnx.Module, mask: Mapping):
     return nnx.graphdef(model), trainable, frozen
 
 
-def apply(static, trainable: Mapping, frozen: Mapping, images: jax.Array, key=None, **options):
+def apply(static, trainable: Mapping, frozen: Mapping, images: jax.Array, key=None, *, scan: bool = False, **options):
     """Runs a split model; what it returns is what the model returns. Pure, to be jitted and differentiated.
 
     Args:
       static, trainable, frozen: from :func:`split`; ``frozen`` may have another dtype (bfloat16) than ``trainable``.
       images: [b, height, width, c], normalised, in the dtype to compute in (of GPT-2 words [b, n]).
       key: None, one key, or a key for each example: dropout and drop-path.
+      scan: whether equal blocks become a loop, which compiles faster (of a ViT, without intermediates).
       **options: of the model's ``__call__`` (``intermediates``, ``remat``).
     """
-    return nnx.merge(static, trees.combine(trainable, frozen))(images, key, **options)
+    model = nnx.merge(static, trees.combine(trainable, frozen))
+    if scan:
+        options["loops"] = loops(model.blocks, trainable.get("blocks", {}))
+    return model(images, key, **options)

@@ -9,6 +9,7 @@ Parameter-efficient methods sit there, and the paths of the base parameters stay
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 
+from vitplast_jax.models import scan
 from vitplast_jax.models.attention import attend
 from vitplast_jax.models.specs import Rope
 
@@ -319,9 +321,18 @@ def example_keys(key, count: int):
     return jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
 
 
-def run_blocks(blocks, x, keys, intermediates: bool, remat: str):
-    """Returns (tokens after the last block, {"embedding": x, "blocks": what every component gave, if asked for})."""
+def run_blocks(blocks, x, keys, intermediates: bool, remat: str, loops: tuple[int, ...] = ()):
+    """Returns (tokens after the last block, {"embedding": x, "blocks": what every component gave, if asked for}).
+
+    ``loops``: of :func:`vitplast_jax.models.scan.loops`, lengths of runs of blocks each of which becomes a loop.
+    """
     out = {"embedding": x, "blocks": []}
+    if loops:
+        remaining = iter(blocks)
+        for length in loops:
+            run = list(itertools.islice(remaining, length))
+            x = scan.run_loop(run, x, keys, lambda function: rematerialised(function, remat))
+        return x, out
     for block in blocks:
         if intermediates:
             x, parts = block(x, keys, intermediates=True)
@@ -340,8 +351,8 @@ def dropout(x, keys, place: int, rate: float, shape: tuple[int, ...] | None = No
       place: which draw of the example this is.
       shape: of one example's mask, by default ``x.shape[1:]``; ones there give drop-path.
     """
-    if keys is None or rate == 0.0:
+    if keys is None or (isinstance(rate, float) and rate == 0.0):  # in a loop over blocks the rate is an array
         return x
     shape = x.shape[1:] if shape is None else shape
     keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, place), 1.0 - rate, shape))(keys)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return jnp.where(keep, x / jnp.asarray(1.0 - rate, x.dtype), jnp.zeros((), x.dtype))

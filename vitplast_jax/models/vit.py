@@ -93,7 +93,7 @@ class ViT(nnx.Module):
             x = x + layers.repeated(positions, x.shape[0], x.dtype)
         return layers.dropout(x, keys, layers.FIRST_PLACE, self.spec.drop_rate)
 
-    def __call__(self, images, key=None, *, intermediates: bool = False, remat: str = "none"):
+    def __call__(self, images, key=None, *, intermediates: bool = False, remat: str = "none", loops=()):
         """Returns logits [b, classes] in float32 (features [b, d] without a head), or (logits, out).
 
         Args:
@@ -102,9 +102,10 @@ class ViT(nnx.Module):
           intermediates: also return ``out``: "embedding", "blocks" (a list with every component's output), "norm" and
             "pooled".
           remat: what the backward pass recomputes instead of keeping it, a name in :data:`layers.REMAT`.
+          loops: as of :func:`layers.run_blocks`; without intermediates.
         """
         keys = layers.example_keys(key, images.shape[0])
-        x, out = layers.run_blocks(self.blocks, self.embed(images, keys), keys, intermediates, remat)
+        x, out = layers.run_blocks(self.blocks, self.embed(images, keys), keys, intermediates, remat, loops)
         norm, pooled = self._pool(x, whole=intermediates)
         out |= {"norm": norm, "pooled": pooled}
         if self.head is None:

@@ -3,10 +3,10 @@
 In: a checked config or a run's folder. Out: plasticity results, with gradients, costs and the choice under the budget.
 """
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from vitplast_jax import models, peft, sharding, trees
 from vitplast_jax.data import decode, sources, text
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import as_path, remove
 from vitplast_jax.plasticity import rates, select, stream
 from vitplast_jax.plasticity.bounds import COMPONENTS
 from vitplast_jax.plasticity.costs import Costs
@@ -111,7 +112,7 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
     config = settings.validate(config)
     downstream = _downstream(config, config.measure.split)
     base = base_parameters(config, run.spec, run.class_names, run.description["base_weights"])
-    folder, kept = Path(folder), config.measure.ratios
+    folder, kept = as_path(folder), config.measure.ratios
     with_ratios = settings.validate({**config.to_dict(), "measure.ratios": True})
     start = peft.merge(models.build(run.spec, base, slots_of(config)))
     pretraining = _pretraining(config)
@@ -120,9 +121,8 @@ def measure_run(run_folder, overrides: Sequence[tuple[str, str]] = (), folder=No
     difference = _difference(before, after, folder)
     processes.gather(0)  # nobody reads them any more
     if not kept and jax.process_index() == 0:
-        for place in (folder, folder / "before"):
-            (place / stream.RATIOS).unlink()
-        (folder / "before").rmdir()
+        (folder / stream.RATIOS).unlink()
+        remove(folder / "before")
     costs = Costs(_without_adapter(config), run.spec, models.parameters(trained))
     after |= select.choose(after, costs, config.budget.params, config.budget.flops)
     short = {"rows": before["rows"], "components": before["components"]}
@@ -142,7 +142,7 @@ def resolve_auto(config, workdir, overwrite: bool):
     if config.data.name == text.NAME:
         raise UserError("texts can be measured, not trained on; use the measure command")
     description = None
-    if not overwrite and (Path(workdir) / "config.json").exists():
+    if not overwrite and (as_path(workdir) / "config.json").exists():
         description = read_description(workdir)
     result = None
     if description is None:
@@ -202,9 +202,11 @@ def _measure(model, config, pretraining, downstream, folder) -> dict:
     return add_gradients(result, gradients, "train")
 
 
-def _difference(before: dict, after: dict, folder: Path) -> dict:
+def _difference(before: dict, after: dict, folder) -> dict:
     """The change of every ratio, pair by pair, summed up: what two separate intervals could not show."""
-    with np.load(folder / stream.RATIOS) as new, np.load(folder / "before" / stream.RATIOS) as old:
+    with contextlib.ExitStack() as stack:
+        raw = [stack.enter_context((place / stream.RATIOS).open("rb")) for place in (folder, folder / "before")]
+        new, old = (stack.enter_context(np.load(file)) for file in raw)
         if any((new[name] != old[name]).any() for name in ("images_x", "images_y")):
             raise UserError(f"{folder}: the two measurements compared different images; delete it and measure anew")
         change = new["ratios"].astype(np.float64) - old["ratios"]

@@ -11,13 +11,11 @@ import json
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
 
-from vitplast_jax import trees
-from vitplast_jax.files import replacing
+from vitplast_jax import files, trees
 from vitplast_jax.plasticity import rates
 from vitplast_jax.plasticity.bounds import COMPONENTS
 from vitplast_jax.training import processes
@@ -54,7 +52,7 @@ class Stream:
         self.contrasts = new_statistics(CONTRASTS)
         self.sigma, self.radius = np.full((depth, 2), np.inf), np.zeros(depth)
         self.tiles = 0
-        self.folder = None if folder is None else Path(folder)
+        self.folder = None if folder is None else files.as_path(folder)
         self._key, self._saved, self._writes = key, time.monotonic(), jax.process_index() == 0
         shape = (depth, len(COMPONENTS), *(sizes if pairing == "all" else sizes[:1]))
         self._ratios = None
@@ -95,7 +93,7 @@ class Stream:
         arrays |= {"sigma": self.sigma, "radius": self.radius}
         for name, statistics in self._statistics().items():
             arrays |= {f"{name}/{field}": value for field, value in statistics.state().items()}
-        with replacing(self.folder / STATE) as file:
+        with files.replacing(self.folder / STATE) as file:
             np.savez_compressed(file, **arrays)
         self._saved = time.monotonic()
 
@@ -129,7 +127,7 @@ class Stream:
     def _read(self) -> dict[str, np.ndarray]:
         """The state on disk, if it is this measurement's."""
         try:
-            with np.load(self.folder / STATE, allow_pickle=False) as file:
+            with (self.folder / STATE).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files} if str(file["key"]) == self._key else {}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return {}  # none, or a damaged one: measured anew
@@ -137,20 +135,20 @@ class Stream:
     def _open_ratios(self, shape):
         """The ratios of an earlier start, None where there are none of this shape."""
         try:
-            kept = np.lib.format.open_memmap(self.folder / _RAW_RATIOS, mode="r+")
+            kept = np.lib.format.open_memmap(files.on_disk(self.folder) / _RAW_RATIOS, mode="r+")
         except (OSError, ValueError):
             return None
         return kept if kept.shape == shape else None
 
     def _new_ratios(self, shape):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        return np.lib.format.open_memmap(self.folder / _RAW_RATIOS, mode="w+", dtype=np.float32, shape=shape)
+        raw = files.on_disk(self.folder) / _RAW_RATIOS
+        return np.lib.format.open_memmap(raw, mode="w+", dtype=np.float32, shape=shape)
 
 
-def _write_ratios(folder: Path, places) -> None:
+def _write_ratios(folder, places) -> None:
     """An npz is a zip of npy files, so the large one is copied into it without being read as a whole."""
-    raw = folder / _RAW_RATIOS
-    with replacing(folder / RATIOS) as file, zipfile.ZipFile(file, "w") as archive:
+    raw = files.on_disk(folder) / _RAW_RATIOS
+    with files.replacing(folder / RATIOS) as file, zipfile.ZipFile(file, "w") as archive:
         archive.write(raw, "ratios.npy")
         for name, value in (("components", COMPONENTS), ("images_x", places[0]), ("images_y", places[1])):
             with archive.open(f"{name}.npy", "w") as entry:

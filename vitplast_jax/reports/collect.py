@@ -18,7 +18,7 @@ import numpy as np
 
 from vitplast_jax.components import BLOCK_COMPONENTS
 from vitplast_jax.errors import UserError
-from vitplast_jax.files import write_json, write_text
+from vitplast_jax.files import as_path, write_json, write_text
 from vitplast_jax.reports import paper, plots, statistics, tables
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import run
@@ -38,7 +38,7 @@ def read_runs(folder: str | Path) -> tuple[list[str], list[dict[str, Any]]]:
     Raises:
       UserError: no runs there.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     if (folder / "sweep.json").exists():
         try:
             index = json.loads((folder / "sweep.json").read_text())
@@ -206,7 +206,7 @@ def _group(members: Sequence[Mapping], notes: list[str]) -> tuple[dict | None, l
 def read_plasticity(folder: str | Path) -> dict[str, dict]:
     """The plasticity results that ``sweep`` measured, by task."""
     found = {}
-    for path in sorted(Path(folder).glob("plasticity/*/plasticity.json")):
+    for path in sorted(as_path(folder).glob("plasticity/*/plasticity.json")):
         try:
             found[path.parent.name] = json.loads(path.read_text())
         except ValueError:
@@ -299,7 +299,7 @@ def text(summary: Mapping[str, Any]) -> str:
 
 def save(summary: Mapping[str, Any], folder: str | Path) -> list[str]:
     """Writes ``summary.json table.csv table.md cells.csv`` and, where a run has ended, ``sweep.png``; their names."""
-    folder = Path(folder)
+    folder = as_path(folder)
     write_json(folder / "summary.json", summary)
     write_text(folder / "table.csv", tables.csv_text(summary["groups"], None if summary["groups"] else COLUMNS))
     write_text(folder / "table.md", markdown(summary))

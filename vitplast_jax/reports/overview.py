@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitplast_jax.errors import UserError
-from vitplast_jax.files import write_text
+from vitplast_jax.files import as_path, write_text
 from vitplast_jax.reports import collect, page, paper, plots, tables
 from vitplast_jax.training import run
 
@@ -21,7 +21,7 @@ def write_report(folder: str | Path) -> list[str]:
     Raises:
       UserError: nothing there to report, or files that are damaged.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     if (folder / "config.json").exists():
         return _write_run(folder)
     summary = collect.summarise(folder)

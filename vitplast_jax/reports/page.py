@@ -8,8 +8,8 @@ import base64
 import html
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
+from vitplast_jax.files import as_path
 from vitplast_jax.reports import tables
 
 _STYLE = """
@@ -47,7 +47,7 @@ def _cell(value) -> str:
 
 def picture(path: str | os.PathLike, description: str) -> str:
     """A PNG file as part of the page; ``description`` is for those who cannot see it."""
-    data = base64.b64encode(Path(path).read_bytes()).decode()
+    data = base64.b64encode(as_path(path).read_bytes()).decode()
     return f'<p><img alt="{html.escape(description, quote=True)}" src="data:image/png;base64,{data}"></p>'
 
 

@@ -6,10 +6,9 @@ In: a plasticity result. Out: `plasticity.json`, `plasticity.csv` (its rows), `p
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from vitplast_jax.errors import UserError
-from vitplast_jax.files import write_json, write_text
+from vitplast_jax.files import as_path, write_json, write_text
 from vitplast_jax.plasticity.select import trainable_line
 from vitplast_jax.reports import plots, tables
 
@@ -82,9 +81,8 @@ def _agreement(gradients: Mapping) -> str:
 
 def save(result: Mapping, workdir: str | os.PathLike) -> list[str]:
     """Writes the files of a result and returns their names."""
-    folder = Path(workdir)
+    folder = as_path(workdir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "plasticity.json", result)
         write_text(folder / "plasticity.csv", tables.csv_text(result["rows"]))
         plots.plot_plasticity(result, folder / "plasticity.png")

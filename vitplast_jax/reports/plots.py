@@ -9,12 +9,11 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from vitplast_jax.errors import UserError
-from vitplast_jax.files import replacing
+from vitplast_jax.files import as_path, replacing
 
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 _GREY = "#6E6E6E"
@@ -69,7 +68,7 @@ def _read_lines(source) -> list[dict]:
     if not isinstance(source, (str, os.PathLike)):
         return [dict(line) for line in source]
     lines = []
-    for line in Path(source).read_text().splitlines():
+    for line in as_path(source).read_text().splitlines():
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:

@@ -10,13 +10,13 @@ are always restored into a target, which carries shapes, dtypes and the current 
 import contextlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import jax
 import orbax.checkpoint as ocp
 
 from vitplast_jax import trees
 from vitplast_jax.errors import UserError
+from vitplast_jax.files import absolute
 
 KEEP_LATEST = 2
 
@@ -25,7 +25,7 @@ class Checkpoints:
     """The checkpoints of one run: the latest two and the best by validation, kept apart."""
 
     def __init__(self, folder: str | os.PathLike):
-        folder = Path(folder).absolute()
+        folder = absolute(folder)
         options = ocp.CheckpointManagerOptions(enable_async_checkpointing=True)
 
         def manager(name):

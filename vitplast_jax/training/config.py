@@ -340,6 +340,7 @@ FIELDS: dict[str, Field] = {
         ("none", "block", "dots"),
         "recompute activations by block (dots: all but products): less memory, more time",
     ),
+    "scan": switch(False, "compile equal blocks once, as a loop: a faster start, for a copy of their weights"),
     "profile": steps_range("trace steps from, up to but without, to; the trace goes to the workdir's profile/"),
     "compilation_cache": text("", "folder that keeps compiled programs for the next start; empty: none"),
     "measure.protocol": choice("ours", ("ours", "reference"), "reference: as the paper's code"),

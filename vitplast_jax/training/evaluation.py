@@ -37,7 +37,7 @@ class Evaluator:
         self._steps = {}
         for ragged in (True, False):  # whether the host has resized
             prepare = inputs.make_evaluation_preparation(spec, config.compute_dtype, ragged)
-            step = make_evaluation_step(models.structure(spec, slots_of(config)), prepare)
+            step = make_evaluation_step(models.structure(spec, slots_of(config)), prepare, config.scan)
             self._steps[ragged] = jax.jit(step, out_shardings=sharding.replicated(mesh))
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self.evaluation = None

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from vitplast_jax.errors import Stopped, UserError
-from vitplast_jax.files import write_json
+from vitplast_jax.files import as_path, write_json
 from vitplast_jax.training import config as settings
 from vitplast_jax.training import inputs, run
 from vitplast_jax.training.loop import train_and_evaluate
@@ -138,7 +138,7 @@ def check_starts(cells: list[Cell], shared: Shared):
 
 def run_cells(cells: list[Cell], workdir: str | Path, shared: Shared) -> Iterator[Outcome]:
     """Runs the cells one after another and yields how each ended; ``sweep.json`` is up to date at every moment."""
-    folder = Path(workdir)
+    folder = as_path(workdir)
     states = [{"cell": cell.name, **_plain(cell.values), "state": "waiting", "error": None} for cell in cells]
 
     def record():

@@ -8,14 +8,19 @@ import math
 import re
 from collections.abc import Iterator
 
+# Sums over several slices: every device exchanges its share with those of the other slices at the same place.
+BETWEEN_SLICES = "between-slices"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f8e4m3fn": 8, "f8e5m2": 8, "bf16": 16, "f16": 16, "c64": 64, "c128": 128}
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{")
 _COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(COLLECTIVES)})(?P<start>-start)?\(")
+_SENT = re.compile(r' = \((?P<shape>.*?), u32\[\].*? send\(.*_xla_megascale_transfer_type="ALL_REDUCE"')
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_BELOW = re.compile(r"ROOT \S+ = \S+ compare\(%[\w.\-]+, %([\w.\-]+)\), direction=LT")
 _OPERANDS = re.compile(r"%([\w.\-]+)")
 # A fusion's computation is part of its instruction; the others are sequences of instructions of their own.
 _SEQUENCES = re.compile(r"\b(?:to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -24,19 +29,37 @@ _FUSED = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
 def collective_bytes(text: str) -> dict[str, int]:
-    """Bytes that each kind of collective works on, on one device: those of the whole array it reduces or gathers."""
+    """Bytes that each kind of collective works on, on one device: those of the whole array it reduces or gathers.
+
+    Over several slices a large array is summed within the slice, each device exchanges its share with the other slices
+    ("between-slices"), and the shares are gathered within the slice. The compiler writes that last part as a sum of
+    arrays that are zero outside of the device's own share; here it counts as the all-gather that it is.
+    """
     totals: dict[str, int] = {}
+
+    def add(kind, size):
+        totals[kind] = totals.get(kind, 0) + size
+
     for line, times, _ in _executed(text):
+        if found := _SENT.search(line):
+            add(BETWEEN_SLICES, times * sum(_sizes(found["shape"])))
         if found := _COLLECTIVE.search(line):
             sizes = _sizes(found["shape"])
             if found["start"] and found["kind"] in ("all-gather", "all-to-all", "collective-permute"):
                 # The pair of operands and results; a permutation's has two counters besides.
                 sizes = [size for size in sizes if size > 4] if found["kind"] == "collective-permute" else sizes
                 sizes = sizes[len(sizes) // 2 :]
+            operands = _OPERANDS.findall(line[found.end() :].partition(")")[0])
             if found["kind"] == "reduce-scatter":
-                operands = _OPERANDS.findall(line[found.end() :].partition(")")[0])
                 sizes = [size for name in operands for size in _sizes(_shape_of(text, name))]
-            totals[found["kind"]] = totals.get(found["kind"], 0) + times * sum(sizes)
+            if found["kind"] == "all-reduce" and len(operands) == len(sizes):
+                shares = [size for name, size in zip(operands, sizes, strict=True) if _is_own_share(text, name)]
+                if shares:
+                    add("all-gather", times * sum(shares))
+                if len(shares) == len(sizes):
+                    continue
+                sizes = [sum(sizes) - sum(shares)]
+            add(found["kind"], times * sum(sizes))
     return totals
 
 
@@ -65,6 +88,12 @@ def _shape_of(text: str, name: str) -> str:
     return found[1] if found else ""
 
 
+def _is_own_share(text: str, name: str) -> bool:
+    """Whether an array is zeros but for the device's own part."""
+    found = re.search(rf"^\s*%{re.escape(name)} = \S+ dynamic-update-slice\(%(broadcast[\w.\-]*),", text, re.MULTILINE)
+    return found is not None
+
+
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     """Lines by computation, and the name of the entry."""
     computations: dict[str, list[str]] = {}
@@ -80,6 +109,18 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
     return computations, entry
 
 
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs: as the compiler noted, else by its condition, for JAX counts from 0 up to a constant."""
+    if noted := _TRIPS.search(line):
+        return int(noted[1])
+    name = _CONDITION.search(line)
+    condition = "\n".join(computations.get(name[1], ())) if name else ""
+    if bound := _BELOW.search(condition):
+        constant = re.search(rf"%{re.escape(bound[1])} = s32\[\]\S* constant\((\d+)\)", condition)
+        return int(constant[1]) if constant else 1
+    return 1
+
+
 def _executed(text: str) -> Iterator[tuple[str, int, bool]]:
     """Every instruction with how often it runs, and whether it is a part of a fusion."""
     computations, entry = _computations(text)
@@ -88,8 +129,7 @@ def _executed(text: str) -> Iterator[tuple[str, int, bool]]:
         name, times, fused = waiting.pop()
         for line in computations.get(name, ()):
             yield line, times, fused
-            trips = _TRIPS.search(line) if " while(" in line else None
-            inner = times * (int(trips[1]) if trips else 1)
+            inner = times * (_trips(line, computations) if " while(" in line else 1)
             called = _SEQUENCES.findall(line)
             called += [branch.strip(" %") for found in _BRANCHES.findall(line) for branch in found.split(",")]
             waiting += [(other, inner, fused) for other in called]

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from vitplast_jax import components, models, sharding, trees
+from vitplast_jax import components, files, models, sharding, trees
 from vitplast_jax.errors import Stopped, UserError
-from vitplast_jax.files import write_json
+from vitplast_jax.files import as_path, write_json
 from vitplast_jax.training import cost, inputs, optim, processes, program, run
 from vitplast_jax.training.checkpoint import Checkpoints
 from vitplast_jax.training.evaluation import Evaluator
@@ -45,7 +45,7 @@ def train_and_evaluate(
     Raises:
       UserError: anything wrong with config, data, weights or folder; found before the first step where it can be.
     """
-    began, workdir = time.monotonic(), Path(workdir)
+    began, workdir = time.monotonic(), as_path(workdir)
     if config.sweep:
         raise UserError(
             "config.sweep names a grid of runs: start it with python -m vitplast_jax.sweep, or train one run with "
@@ -178,6 +178,7 @@ def train_and_evaluate(
                         checkpoints.save_best(step, state.trainable)
 
                 if saves:
+                    log.flush()
                     record = {**record, "seconds": earlier + time.monotonic() - began}
                     checkpoints.save_latest(step, state, record)
                 mark += time.monotonic() - paused
@@ -201,6 +202,7 @@ def train_and_evaluate(
             write_json(workdir / "results.json", results)
             if results["test"] is not None:
                 log.write(step=record["best_step"], split="test", **results["test"])
+            log.flush()
     return results
 
 
@@ -236,9 +238,12 @@ def trace(folder: Path, state, begins: bool, traced: bool) -> bool:
     """Begins or ends a trace of the steps in between, for TensorBoard or Perfetto; returns whether one is running."""
     jax.block_until_ready(state)
     if begins:
-        jax.profiler.start_trace(folder)
+        jax.profiler.start_trace(files.on_disk(folder))
     elif traced:  # a run continued within the range has begun none
         jax.profiler.stop_trace()
+        if files.in_bucket(folder):
+            files.copy(files.on_disk(folder), folder)
+            files.remove(files.on_disk(folder))
         say(f"wrote a profile to {folder}")
     return begins
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from vitplast_jax import files
 from vitplast_jax.errors import UserError
 
 TIMEOUT = 300  # seconds that the roll call waits
@@ -273,15 +274,14 @@ def check_shared(folder: str | os.PathLike, what: str):
 
     if jax.process_count() == 1:
         return
-    folder = Path(folder).absolute()
-    above = next(place for place in (folder, *folder.parents) if place.is_dir())
+    folder = files.absolute(folder)
+    above = folder
+    if not files.in_bucket(folder):
+        above = next(place for place in (folder, *folder.parents) if place.is_dir())
     mark = above / f".shared-{secrets.token_hex(8)}"
-    if jax.process_index() == 0:
-        together(mark.touch)
-    else:
-        together(lambda: None)
+    together(files.write_text if jax.process_index() == 0 else lambda *_: None, mark, "")
     path = np.frombuffer(os.fsencode(mark).ljust(4096, b"\0"), np.uint8)
-    mark = Path(os.fsdecode(gather(path)[0].tobytes().rstrip(b"\0")))
+    mark = files.as_path(os.fsdecode(gather(path)[0].tobytes().rstrip(b"\0")))
     blind = gather(not mark.exists()).nonzero()[0].tolist()
     if jax.process_index() == 0:
         mark.unlink(missing_ok=True)

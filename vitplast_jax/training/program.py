@@ -27,7 +27,7 @@ def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen
     """Lowers one training step.
 
     Args:
-      config: ``seed label_smoothing remat data`` are read.
+      config: ``seed label_smoothing remat scan data`` are read.
       static: the model's structure.
       mesh: where it runs; its devices may be those of a machine that is not there.
       optimizer, schedule: from :func:`vitplast_jax.training.optim.make_optimizer`.
@@ -45,6 +45,7 @@ def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen
         label_smoothing=config.label_smoothing,
         accumulation=parts,
         remat=config.remat,
+        scan=config.scan,
         class_weights=class_weights,
         mixing=inputs.mixing_of(config),
     )

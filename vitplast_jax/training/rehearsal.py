@@ -68,6 +68,7 @@ def prepare_environment(topology: str):
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["TPU_ACCELERATOR_TYPE"] = _ACCELERATORS[chip]
     os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # no chip is taken, so two rehearsals at once are no conflict
 
 
 def topology_devices(topology: str, slices: int = 1) -> list:
@@ -101,7 +102,10 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
     Raises:
       UserError: the batch is not a multiple of the devices, or the topology is not known.
     """
+    import jax
+
     from vitplast_jax import components, models, sharding
+    from vitplast_jax.training import config as settings
     from vitplast_jax.training import inputs, program, run
     from vitplast_jax.training.start import slots_of
 
@@ -117,18 +121,24 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
 
     source = data if data is not None else types.SimpleNamespace(images=None)
 
-    def compile_step(batch_per_device):
+    def lower_step(batch_per_device, config, mesh):
         batch = inputs.example_batch(batch_per_device * mesh.size, source, spec.img_size, mesh)
         batch["run"] = inputs.run_value_shapes(mesh)
         prepare = inputs.make_training_preparation(config, spec, source)
         static = models.structure(spec, slots)
-        return program.lower_abstract_step(
-            config, static, shapes, spec.depth, mesh, prepare, batch, mask, parts
-        ).compile()
+        return program.lower_abstract_step(config, static, shapes, spec.depth, mesh, prepare, batch, mask, parts)
+
+    def compile_step(batch_per_device):
+        return lower_step(batch_per_device, config, mesh).compile()
 
     began = time.monotonic()
     asked = config.batch_size // mesh.size
-    found = try_compile(compile_step, asked)
+    found, flops = try_compile(compile_step, asked), None
+    compiled = time.monotonic()
+    if config.scan:  # whose body the compiler counts once: those of the blocks one by one, before optimisation
+        plain = settings.validate({**config.to_dict(), "scan": False})
+        one = sharding.make_mesh(1, 1, jax.local_devices()[:1])
+        flops = lower_step(asked, plain, one).cost_analysis()["flops"]
     row = {
         "model": spec.name,
         "trainable": run.applied_selectors(config, components.counts(shapes)),
@@ -137,8 +147,8 @@ def rehearse_training(config, topology: str, slices: int = 1, data=None, **overr
         "slices": slices,
         "chips": mesh.size,
         "batch_per_device": asked,
-        **describe(found, CHIPS[chip], parts),
-        "compile_s": round(time.monotonic() - began, 1),
+        **describe(found, CHIPS[chip], parts, flops),
+        "compile_s": round(compiled - began, 1),
     }
     row["largest_batch"] = asked if row["fits"] else largest_batch(compile_step, asked, found, CHIPS[chip], parts)
     return row
@@ -187,15 +197,18 @@ def refusal(message: str) -> TooLarge:
     return TooLarge(*(int(float(match[i]) * units[match[i + 1]]) for i in (1, 3)))
 
 
-def describe(found, chip: Chip, parts: int = 1) -> dict[str, Any]:
-    """The figures of a compiled program; of one that does not fit only the bytes that it would need."""
+def describe(found, chip: Chip, parts: int = 1, flops: float | None = None) -> dict[str, Any]:
+    """The figures of a compiled program; of one that does not fit only the bytes that it would need.
+
+    ``flops``: of one of the ``parts``, where they are known better than the compiler tells.
+    """
     from vitplast_jax.training import cost, hlo
 
     if isinstance(found, TooLarge):
         blank = dict.fromkeys(("argument_bytes", "flops", "collective_bytes", "estimated_cycles", "mfu"))
         return {**blank, "temp_bytes": found.used, "hbm_bytes": found.limit or chip.hbm_bytes, "fits": False}
     costs, text = cost.analyse(found), found.as_text()
-    flops = costs.flops * parts  # the compiler counts a loop's body once
+    flops = (costs.flops if flops is None else flops) * parts  # the compiler counts a loop's body once
     cycles = hlo.estimated_cycles(text)
     return {
         "argument_bytes": costs.argument_bytes,

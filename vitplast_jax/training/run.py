@@ -6,11 +6,9 @@ In: a checked config and a folder. Out: ``config.json``, ``environment.json``, `
 
 import contextlib
 import dataclasses
-import fcntl
 import importlib.metadata
 import json
 import platform
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vitplast_jax import components, models, sharding, trees
+from vitplast_jax import components, files, models, sharding, trees
 from vitplast_jax.errors import UserError
-from vitplast_jax.files import write_json, write_text
+from vitplast_jax.files import as_path, write_json
 from vitplast_jax.models import specs
 from vitplast_jax.peft.attach import Origin
 from vitplast_jax.training import config as settings
@@ -30,7 +28,7 @@ from vitplast_jax.training.start import base_parameters, slots_of
 
 # What may differ when a run is continued: these change where and how fast it runs, not what it computes.
 FREE_KEYS = (
-    *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat"),
+    *("log_every", "checkpoint_every", "eval_batch_size", "microbatch", "accumulation", "remat", "scan"),
     *("data.path", "data.threads", "data.cache_gb", "mesh.data", "mesh.fsdp", "profile", "compilation_cache"),
 )
 RUN_FILES = (
@@ -74,7 +72,7 @@ def check_claim(workdir: str | Path, config, facts: Mapping[str, Any], overwrite
     Raises:
       UserError: the folder holds another run, or files of a run that is damaged.
     """
-    workdir = Path(workdir)
+    workdir = as_path(workdir)
     described = {"format": FORMAT, **json.loads(settings.to_json(config)), **facts}
     described = json.loads(json.dumps(described))  # tuples become lists, as they will be read back
     claim = Claim(described, overwrite)
@@ -110,28 +108,21 @@ def take(workdir: str | Path, claim: Claim, parts: int):
 
 @contextlib.contextmanager
 def _take(workdir: str | Path, claim: Claim, parts: int):
-    workdir = Path(workdir)
+    workdir = as_path(workdir)
     if jax.process_index():
         yield
         return
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = open(workdir / ".lock", "w")
-    except OSError as error:
-        raise UserError(f"--workdir {workdir} cannot be written ({error.strerror}); name another folder") from None
-    with lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(files.locked(workdir))
         except BlockingIOError:
             raise UserError(f"another process trains in {workdir}; wait for it, or name another --workdir") from None
-        except OSError:
-            pass  # a file system without locks
+        except OSError as error:
+            raise UserError(f"--workdir {workdir} cannot be written ({error.strerror}); name another folder") from None
         if claim.overwrite:
-            for (
-                name
-            ) in RUN_FILES:  # results first: without them, and with config.json to the last, it is a run cut short
-                victim = workdir / name
-                shutil.rmtree(victim) if victim.is_dir() else victim.unlink(missing_ok=True)
+            # Results first: without them, and with config.json to the last, it is a run cut short.
+            for name in RUN_FILES:
+                files.remove(workdir / name)
         write_json(workdir / "config.json", {**claim.described, "parts": parts})
         write_json(workdir / "environment.json", environment())
         yield
@@ -178,7 +169,7 @@ def _short(value) -> str:
 
 def read_description(workdir: str | Path) -> dict[str, Any]:
     """``config.json`` of a run, as a dict: the resolved config and what it resolved to."""
-    path = Path(workdir) / "config.json"
+    path = as_path(workdir) / "config.json"
     try:
         described = json.loads(path.read_text())
         if not {"spec", "class_names", "base_weights", "data"} <= described.keys():
@@ -196,7 +187,7 @@ def read_description(workdir: str | Path) -> dict[str, Any]:
 
 def read_results(workdir: str | Path) -> dict[str, Any] | None:
     """``results.json`` of a run, None where it has not ended."""
-    path = Path(workdir) / "results.json"
+    path = as_path(workdir) / "results.json"
     try:
         results = json.loads(path.read_text())
         if not {"test", "validation", "best_step", "trainable", "parameters"} <= results.keys():
@@ -231,16 +222,19 @@ class MetricsLog:
     """``metrics.jsonl``: one JSON object a line. Opening it drops lines of steps that are about to be run again."""
 
     def __init__(self, path: str | Path, start: int):
-        self._path = Path(path)
-        self._writes = jax.process_index() == 0
-        if self._writes:
-            kept = [line for line in read_metrics(self._path) if line["step"] <= start] if start else []
-            write_text(self._path, "".join(_line(entry) for entry in kept))
+        self._lines = None
+        if jax.process_index() == 0:
+            kept = [line for line in read_metrics(path) if line["step"] <= start] if start else []
+            self._lines = files.Lines(path, map(_line, kept))
 
     def write(self, **entry):
-        if self._writes:
-            with open(self._path, "a") as file:
-                file.write(_line(entry))
+        if self._lines is not None:
+            self._lines.write(_line(entry))
+
+    def flush(self):
+        """Returns when every line is there to be read."""
+        if self._lines is not None:
+            self._lines.flush()
 
 
 def _line(entry: Mapping) -> str:
@@ -250,7 +244,7 @@ def _line(entry: Mapping) -> str:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a ``metrics.jsonl``; a last line that a kill cut short is left out."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = as_path(path).read_text().splitlines()
     except FileNotFoundError:
         return []
     entries = []
@@ -293,7 +287,7 @@ def load_run(workdir: str | Path, mesh=None) -> Run:
     Raises:
       UserError: no run there, no checkpoint yet, or the base weights are missing or have changed.
     """
-    folder = Path(workdir)
+    folder = as_path(workdir)
     described = read_description(folder)
     config = config_of(described)
     spec = specs.from_dict(described["spec"])

@@ -40,6 +40,7 @@ def make_train_step(
     label_smoothing: float = 0.0,
     accumulation: int = 1,
     remat: str = "none",
+    scan: bool = False,
     class_weights=None,
     mixing: Callable | None = None,
 ) -> Callable:
@@ -58,6 +59,7 @@ def make_train_step(
       label_smoothing: mass given to all classes alike.
       accumulation: parts of equal size in which a batch is computed one after the other.
       remat: which activations are recomputed in the backward pass, a name in :data:`vitplast_jax.models.layers.REMAT`.
+      scan: whether equal blocks are computed in a loop, which compiles faster.
       class_weights: [c], what an example of a class counts in the loss (the mean is over examples, not weights).
       mixing: ``(images, others, keys) -> (images, shares [b])``; the other of an image is the next row of the global
         batch, so that neither parts nor devices change it.
@@ -71,7 +73,7 @@ def make_train_step(
         inputs, share = prepare(images, keys), None
         if other:
             inputs, share = mixing(inputs, prepare(other[0], other[2]), keys)
-        logits = models.apply(static, trainable, frozen, inputs, keys, remat=remat)
+        logits = models.apply(static, trainable, frozen, inputs, keys, remat=remat, scan=scan)
         if share is None:
             return losses(logits, labels).mean()
         return (share * losses(logits, labels) + (1 - share) * losses(logits, other[1])).mean()
@@ -115,7 +117,7 @@ def component_norms(grads: Mapping) -> dict[str, jax.Array]:
     return {name: optax.tree.norm(groups[name]) for name in components.COMPONENTS if name in groups}
 
 
-def make_evaluation_step(static, prepare: Callable) -> Callable:
+def make_evaluation_step(static, prepare: Callable, scan: bool = False) -> Callable:
     """Returns ``evaluation_step(trainable, frozen, batch) -> batch of results``, one entry an example.
 
     Results are "loss" float32 [b], "prediction" int32 [b], and the batch's own "label" and "mask", so that sums are
@@ -123,7 +125,7 @@ def make_evaluation_step(static, prepare: Callable) -> Callable:
     """
 
     def evaluation_step(trainable: Mapping, frozen: Mapping, batch: Mapping):
-        logits = models.apply(static, trainable, frozen, prepare(batch["image"]))
+        logits = models.apply(static, trainable, frozen, prepare(batch["image"]), scan=scan)
         return {
             "loss": cross_entropy(logits, batch["label"]),
             "prediction": logits.argmax(-1).astype(jnp.int32),

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 
+from vitplast_jax import files
 from vitplast_jax.errors import UserError
 from vitplast_jax.models import specs
 
@@ -33,6 +34,8 @@ def resolve(name):
     name = os.fspath(name)
     if name.startswith(HUB):
         return _download(name.removeprefix(HUB))
+    if files.in_bucket(name):
+        return files.fetched(name)
     if os.path.exists(name):
         return name
     shipped = os.path.join(ASSETS, name + ".safetensors")
