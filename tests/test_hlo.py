@@ -91,6 +91,14 @@ def test_loops_count_by_their_trips_and_fusions_once():
     }
 
 
+def test_a_loop_that_counts_up_to_a_constant_says_its_trips_by_that():
+    unknown = LOOP.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
+    assert hlo.estimated_cycles(unknown) == 10 + 7
+    limit = "%condition (p.1: (s32[], f32[8])) -> pred[] {\n"
+    counted = unknown.replace(limit, limit + "  %limit = s32[]{:T(128)} constant(3)\n")
+    assert hlo.estimated_cycles(counted) == 3 * 10 + 7
+
+
 def test_the_text_of_this_machines_compiler_is_read_too():
     mesh = sharding.make_mesh(8, 1)
     rows, everywhere = sharding.batch(mesh), sharding.replicated(mesh)

@@ -1,7 +1,8 @@
 """What an optimised program says of itself in its text: bytes by collective, and the TPU compiler's cycle estimates.
 
 In: the HLO text of a compiled program (``compiled.as_text()``), which is one device's part of it. Out: totals of one
-execution. What lies in a loop counts as often as the loop's known trip count says.
+execution. What lies in a loop counts as often as the loop's trip count says: one that the compiler knows, or the one
+constant of a condition that counts from zero, as those of ``jax.lax.scan`` do.
 """
 
 import math
@@ -16,6 +17,8 @@ _COLLECTIVE = re.compile(rf" = (?P<shape>.*?) (?P<kind>{'|'.join(COLLECTIVES)})(
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_LIMIT = re.compile(r" = s32\[\]\S* constant\((\d+)\)")
 _OPERANDS = re.compile(r"%([\w.\-]+)")
 # A fusion's computation is part of its instruction; the others are sequences of instructions of their own.
 _SEQUENCES = re.compile(r"\b(?:to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -88,9 +91,17 @@ def _executed(text: str) -> Iterator[tuple[str, int, bool]]:
         name, times, fused = waiting.pop()
         for line in computations.get(name, ()):
             yield line, times, fused
-            trips = _TRIPS.search(line) if " while(" in line else None
-            inner = times * (int(trips[1]) if trips else 1)
+            inner = times * (_trips(line, computations) if " while(" in line else 1)
             called = _SEQUENCES.findall(line)
             called += [branch.strip(" %") for found in _BRANCHES.findall(line) for branch in found.split(",")]
             waiting += [(other, inner, fused) for other in called]
             waiting += [(other, inner, True) for other in _FUSED.findall(line)]
+
+
+def _trips(line: str, computations: dict[str, list[str]]) -> int:
+    """How often a loop runs; 1 where its instruction and its condition do not say."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = computations.get(_CONDITION.search(line)[1], ())
+    limits = [int(found[1]) for inner in condition if (found := _LIMIT.search(inner))]
+    return limits[0] if len(limits) == 1 and any("direction=LT" in inner for inner in condition) else 1
