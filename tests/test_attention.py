@@ -14,16 +14,16 @@ def draw(seed, *shape):
 
 
 def textbook(q, k, v, causal):
-    scores = jnp.einsum("bhkn,bhkm->bhnm", q, k)
+    scores = jnp.einsum("bnhk,bmhk->bhnm", q, k)
     if causal:
-        scores = jnp.where(np.tri(q.shape[-1], dtype=bool)[None, None], scores, -jnp.inf)
-    return jnp.einsum("bhnm,bhkm->bhkn", jax.nn.softmax(scores, -1), v)
+        scores = jnp.where(np.tri(q.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
+    return jnp.einsum("bhnm,bmhk->bnhk", jax.nn.softmax(scores, -1), v)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_value_and_gradients_are_those_of_the_formula(causal):
     # The scale reaches scores of some hundreds, whose exponentials overflow unless the largest is taken off.
-    q, k, v, gradient = 12 * draw(0, 2, 3, 4, 7), 12 * draw(1, 2, 3, 4, 7), draw(2, 2, 3, 4, 7), draw(3, 2, 3, 4, 7)
+    q, k, v, gradient = 12 * draw(0, 2, 7, 3, 4), 12 * draw(1, 2, 7, 3, 4), draw(2, 2, 7, 3, 4), draw(3, 2, 7, 3, 4)
     y, back = jax.vjp(lambda *qkv: attend(*qkv, causal), q, k, v)
     expected, back_expected = jax.vjp(lambda *qkv: textbook(*qkv, causal), q, k, v)
     np.testing.assert_allclose(y, expected, atol=1e-5)
@@ -33,8 +33,8 @@ def test_value_and_gradients_are_those_of_the_formula(causal):
 
 def test_sums_over_tokens_are_float32():
     # R21: 1024 equal tokens; bfloat16 sums of ones stop at 256, and the output would be four times the value.
-    q = jnp.zeros((1, 1, 4, 1024), jnp.bfloat16)
-    v = jnp.broadcast_to(jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.bfloat16)[:, None], (1, 1, 4, 1024))
+    q = jnp.zeros((1, 1024, 1, 4), jnp.bfloat16)
+    v = jnp.broadcast_to(jnp.asarray([1.0, -2.0, 0.5, 3.0], jnp.bfloat16), q.shape)
     np.testing.assert_array_equal(np.asarray(attend(q, q, v), np.float32), np.asarray(v, np.float32))
 
 

@@ -275,3 +275,13 @@ def test_no_draw_of_the_model_is_one_of_the_data():
     blocks = models.create_model(SMALL).blocks
     places = [layers.FIRST_PLACE] + [block.first_place + draw for block in blocks for draw in range(5)]
     assert len({*places, preprocess.CROP_FOLD, preprocess.FLIP_FOLD, preprocess.SHIFT_FOLD}) == len(places) + 3
+
+
+@pytest.mark.parametrize("offset", [0, 50, 500])
+def test_the_variance_of_bfloat16_tokens_withstands_a_large_mean(offset):
+    x = jnp.asarray(offset + 3 * np.random.RandomState(0).randn(5, 64), jnp.bfloat16)
+    exact = np.asarray(x, np.float64)
+    expected = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-6)
+    y = layers.LayerNorm(64, 1e-6)(x)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=0.01)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from vitplast_jax import models, sharding, trees
 from vitplast_jax.errors import UserError
 from vitplast_jax.training import config as settings
-from vitplast_jax.training import optim
+from vitplast_jax.training import hlo, optim
 
 SHAPES = models.abstract_parameters(models.specs.spec("vit_pico_patch4_28", num_classes=10))
 
@@ -88,3 +88,17 @@ def test_fsdp_computes_what_one_device_computes():
     apply = jax.jit(lambda params, images: models.apply(static, params, {}, images))
     got = apply(divided, jax.device_put(images, sharding.batch(mesh)))
     assert jnp.allclose(got, apply(params, images), atol=1e-5)
+
+
+def test_devices_exchange_what_they_summed_once_however_many_parts_there_are():
+    mesh, rows = sharding.make_mesh(4, 2), jnp.arange(48.0).reshape(16, 3)
+
+    def mean(scale, offset, rows):
+        total, _ = jax.lax.scan(lambda total, part: (total + part.mean(0), None), jnp.zeros(3), rows.reshape(2, 1, 3))
+        return scale * total / 2 + offset
+
+    averaged = jax.jit(sharding.mean_over_devices(mesh, mean))
+    arguments = jnp.float32(2), jnp.float32(1), jax.device_put(rows, sharding.batch(mesh))
+    np.testing.assert_allclose(averaged(*arguments), 2 * rows.mean(0) + 1, rtol=1e-6)
+    text = averaged.lower(*arguments).compile().as_text()
+    assert hlo.collective_bytes(text) == {"all-reduce": 4 * 3}

@@ -237,7 +237,14 @@ def ten_steps(optimizer, mesh_size=1, accumulation=1):
     prepare = inputs.make_training_preparation(config, spec, source)
     step = jax.jit(
         steps.make_train_step(
-            models.structure(spec), optimizer, schedule, prepare, seed=0, label_smoothing=0.1, accumulation=accumulation
+            models.structure(spec),
+            optimizer,
+            schedule,
+            prepare,
+            seed=0,
+            label_smoothing=0.1,
+            accumulation=accumulation,
+            mesh=mesh,
         )
     )
     batch = inputs.to_devices({"image": source.images[:64], "label": source.labels[:64]}, mesh)

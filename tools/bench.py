@@ -50,6 +50,7 @@ FLAGS = (
     command.Flag("slices", "of tpu-static", default=1, value="N"),
     command.Flag("fsdp", "devices that share the parameters, of tpu-static", default=1, value="N"),
     command.Flag("remat", "none, block or dots, of tpu-static", default="none", value="NAME"),
+    command.Flag("parts", "in which a chip computes its images, of tpu-static", default=1, value="N"),
     command.Flag("peer", "of plasticity: a clone of github.com/ambroiseodt/vit-plasticity", value="DIR"),
     command.Flag("json", "file to write", value="FILE"),
 )
@@ -60,7 +61,7 @@ SUITES = {
     "gpu": ("steps.gpu", "trainable ours_images_per_second ours_mfu peer_images_per_second peer_mfu ratio"),
     "tpu-static": (
         "tpu_static.tpu_static",
-        "trainable gelu flops argument_bytes temp_bytes estimated_cycles mfu compile_s",
+        "trainable gelu parts flops argument_bytes temp_bytes estimated_cycles mfu compile_s",
     ),
     "plasticity": ("plasticity.plasticity", "ours_s ours_matched_s extra_pairs peer_s ratio largest_difference"),
     "peft": ("peft.peft", "method parameters trained step_s flops ratio_lora ratio_ln1 ratio_peer"),

@@ -79,6 +79,22 @@ def batch(mesh) -> NamedSharding:
     return NamedSharding(mesh, P(AXES))
 
 
+def mean_over_devices(mesh, function: Callable) -> Callable:
+    """``function(trainable, frozen, *rows)`` of each device's own rows, its results averaged over the devices.
+
+    Both trees of parameters must be whole on every device.
+    """
+
+    def averaged(trainable, frozen, *rows):
+        def own(*arguments):
+            return jax.lax.pmean(function(*arguments), AXES)
+
+        places = (P(), P(), *[P(AXES)] * len(rows))
+        return jax.shard_map(own, mesh=mesh, in_specs=places, out_specs=P(), check_vma=False)(trainable, frozen, *rows)
+
+    return averaged
+
+
 def parameters(mesh, tree: Mapping) -> trees.Tree:
     """A sharding for each parameter; an axis that ``fsdp`` does not divide stays whole."""
     return trees.map_paths(lambda path, leaf: NamedSharding(mesh, _spec(path, leaf.shape, mesh.shape["fsdp"])), tree)

@@ -26,11 +26,12 @@ def tpu_static(flags) -> list[dict]:
                 "frozen_dtype": "bfloat16",
                 "mesh.fsdp": flags.fsdp,
                 "remat": flags.remat,
+                "accumulation": flags.parts,
             }
         )
         row = rehearsal.rehearse_training(config, flags.topology, flags.slices, gelu=flags.gelu)
         rows.append({"model": flags.model, "batch": batch * chips, "dtype": "bfloat16", "gelu": flags.gelu} | row)
-        rows[-1] |= {"trainable": name, "remat": flags.remat}
+        rows[-1] |= {"trainable": name, "remat": flags.remat, "parts": flags.parts}
         if row["flops"] is None:
             print(f"{name:>5}: does not fit; {row['largest_batch']} images a chip do", flush=True)
         else:

@@ -1,12 +1,12 @@
 """Attention's core in a 16-bit dtype, forward and backward written out.
 
-In: queries (already scaled), keys and values with tokens last, [..., h, k, n]. Out: the mixed values, likewise.
+In: queries (already scaled), keys and values, [..., n, h, k]. Out: the mixed values, likewise.
 
-Plain differentiation computes the exponentials five times and divides n x n weights; the TPU compiler puts tokens into
-lanes, for a head's width would fill half of them. So: tokens last; the softmax's sum is one more row of the product
-with the values; what is divided is the product; and the backward pass gets the scores' gradient from the row sums of
-``g * y`` (arXiv 2205.14135, equation 4). Scores are kept in the dtype of computation; all of the softmax but the
-factor of the product is float32, whose products accumulate in float32.
+Plain differentiation divides n x n weights and reduces them once more in the backward pass. Here the n x n arrays that
+leave a fused product are two: the exponentials, which the forward pass keeps, and the scores' gradient. What is divided
+by the softmax's sum is the product and, coming back, its gradient; and the scores' gradient takes the row sums of
+``g * y`` (arXiv 2205.14135, equation 4). Exponentials are kept in the dtype of computation; scores, softmax and sums
+are float32, in which the products accumulate.
 """
 
 import functools
@@ -14,38 +14,38 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attend(q, k, v, causal: bool = False):
-    """``softmax(q^T k) v`` over the tokens of k and v; with ``causal`` a token sees those before it and itself."""
+    """``softmax(q k^T) v`` over the tokens of k and v; with ``causal`` a token sees those before it and itself."""
     return _forward(q, k, v, causal)[0]
 
 
 def _forward(q, k, v, causal):
-    scores = jnp.einsum("...km,...kn->...mn", k, q)
+    # The queries' tokens come last: a TPU fills its lanes with them, where a head's width would fill half.
+    scores = jnp.einsum("...mhk,...nhk->...hmn", k, q, preferred_element_type=jnp.float32)
     if causal:
-        scores = jnp.where(np.tri(q.shape[-1], dtype=bool).T, scores, -jnp.inf)
-    largest = scores.max(-2, keepdims=True).astype(jnp.float32)
-    factors = jnp.exp(scores.astype(jnp.float32) - largest).astype(v.dtype)
-    ones = jnp.ones((*v.shape[:-2], 1, v.shape[-1]), v.dtype)
-    sums = jnp.einsum("...km,...mn->...kn", jnp.concatenate([v, ones], -2), factors, preferred_element_type=jnp.float32)
-    total = sums[..., -1:, :]
-    # The barriers keep what lies behind them from being computed once for every reader.
-    y = jax.lax.optimization_barrier((sums[..., :-1, :] / total).astype(v.dtype))
-    return y, (q, k, v, scores, largest + jnp.log(total), y)
+        scores = jnp.where(np.tri(q.shape[-3], dtype=bool).T, scores, -jnp.inf)
+    factors = jnp.exp(scores - scores.max(-2, keepdims=True)).astype(v.dtype)
+    total = rearrange(factors.astype(jnp.float32).sum(-2), "... h n -> ... n h 1")
+    y = jnp.einsum("...hmn,...mhk->...nhk", factors, v, preferred_element_type=jnp.float32) / total
+    y = y.astype(v.dtype)
+    return y, (q, k, v, factors, total, y)
 
 
 def _backward(causal, kept, gradient):
-    del causal  # the scores that it hides are minus infinity
-    q, k, v, scores, log_total, y = kept
-    weights = jnp.exp(scores.astype(jnp.float32) - log_total)
-    common = (gradient.astype(jnp.float32) * y.astype(jnp.float32)).sum(-2, keepdims=True)
-    of_weights = jnp.einsum("...km,...kn->...mn", v, gradient).astype(jnp.float32)
-    of_scores = jax.lax.optimization_barrier((weights * (of_weights - common)).astype(q.dtype))
-    of_q = jnp.einsum("...mn,...km->...kn", of_scores, k)
-    of_k = jnp.einsum("...mn,...kn->...km", of_scores, q)
-    of_v = jnp.einsum("...mn,...kn->...km", weights.astype(v.dtype), gradient)
+    del causal  # the factors of what it hides are zeros
+    q, k, v, factors, total, y = kept
+    gradient = (gradient.astype(jnp.float32) / total).astype(v.dtype)
+    common = rearrange((gradient.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1), "... n h -> ... h 1 n")
+    of_weights = jnp.einsum("...mhk,...nhk->...hmn", v, gradient, preferred_element_type=jnp.float32)
+    of_scores = (factors.astype(jnp.float32) * (of_weights - common)).astype(q.dtype)
+    of_scores = jax.lax.optimization_barrier(of_scores)  # computed once, not once for each of its readers
+    of_q = jnp.einsum("...hmn,...mhk->...nhk", of_scores, k)
+    of_k = jnp.einsum("...hmn,...nhk->...mhk", of_scores, q)
+    of_v = jnp.einsum("...hmn,...nhk->...mhk", factors, gradient)
     return of_q, of_k, of_v
 
 

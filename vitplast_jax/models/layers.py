@@ -39,33 +39,35 @@ def rematerialised(function, policy: str):
     return function if REMAT[policy] is None else jax.checkpoint(function, policy=REMAT[policy])
 
 
-def product(x, kernel, bias=None):
-    """``x @ kernel + bias`` in the dtype of x [..., d_in].
+def product(x, kernel, bias=None, axes: int = 1):
+    """``x @ kernel + bias`` in the dtype of x [..., d_in]; ``axes`` of x and the kernel are summed over.
 
     The gradients of kernel and bias are summed, over tokens, images and devices, in the parameters' own dtype: float32
     for what trains (decision 8), where plain differentiation would sum them in bfloat16 if x is.
     """
     if x.dtype == kernel.dtype:  # nothing to do by hand; and forward-mode derivatives stay possible
-        y = x @ kernel
+        y = jnp.tensordot(x, kernel, axes)
         return y if bias is None else y + bias.astype(x.dtype)
-    return _mixed_product(x, kernel, bias)
+    return _mixed_product(x, kernel, bias, axes)
 
 
-@jax.custom_vjp
-def _mixed_product(x, kernel, bias):
-    y = x @ kernel.astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mixed_product(x, kernel, bias, axes):
+    y = jnp.tensordot(x, kernel.astype(x.dtype), axes)
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def _mixed_forward(x, kernel, bias):
-    return _mixed_product(x, kernel, bias), (x, kernel, bias)
+def _mixed_forward(x, kernel, bias, axes):
+    return _mixed_product(x, kernel, bias, axes), (x, kernel, bias)
 
 
-def _mixed_backward(kept, gradient):
+def _mixed_backward(axes, kept, gradient):
     x, kernel, bias = kept
-    of_x = gradient @ kernel.astype(gradient.dtype).T
-    of_kernel = jnp.einsum("...i,...j->ij", x, gradient, preferred_element_type=kernel.dtype)
-    of_bias = None if bias is None else gradient.astype(bias.dtype).sum(tuple(range(gradient.ndim - 1)))
+    places, made = tuple(range(x.ndim - axes)), kernel.ndim - axes
+    after = tuple(range(gradient.ndim - made, gradient.ndim)), tuple(range(axes, kernel.ndim))
+    of_x = jnp.tensordot(gradient, kernel.astype(gradient.dtype), after)
+    of_kernel = jnp.tensordot(x, gradient, (places, places), preferred_element_type=kernel.dtype)
+    of_bias = None if bias is None else gradient.astype(bias.dtype).sum(places)
     return of_x, of_kernel, of_bias
 
 
@@ -117,9 +119,17 @@ class Linear(nnx.Module):
             return self.slot(x, kernel, bias) if keys is None else self.slot(x, kernel, bias, keys)
         return product(x, kernel, bias)
 
+    def of_heads(self, x):
+        """The same for x [..., h, k] whose two last axes make d_in; for an empty slot."""
+        return product(x, rearrange(self.kernel[...], "(h k) d -> h k d", h=x.shape[-2]), self.used_bias(), 2)
+
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over the last axis, two-pass variance in float32 whatever the dtype of ``x``."""
+    """Layer normalisation over the last axis, its statistics in float32 whatever the dtype of ``x``.
+
+    The variance takes two passes. Of a 16-bit ``x`` one will do, which spares a TPU a reading of all tokens: where the
+    mean is so large that float32 loses the variance of its square, the rounding of ``x`` itself has changed it more.
+    """
 
     def __init__(self, d: int, eps: float):
         self.scale = nnx.Param(jnp.ones((d,)))
@@ -129,8 +139,12 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
-        centred = x32 - x32.mean(-1, keepdims=True)
-        variance = jnp.square(centred).mean(-1, keepdims=True)
+        mean = x32.mean(-1, keepdims=True)
+        centred = x32 - mean
+        if x.dtype.itemsize == 2:
+            variance = jnp.maximum(jnp.square(x32).mean(-1, keepdims=True) - jnp.square(mean), 0)
+        else:
+            variance = jnp.square(centred).mean(-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.eps)
         scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
         y = self.slot(normal, scale, bias) if self.slot is not None else normal * scale + bias
@@ -176,6 +190,11 @@ class Attention(nnx.Module):
         # Three products with the thirds of the kernel: cutting up the result of one costs a TPU copies of it.
         kernels = jnp.split(self.qkv.kernel[...], 3, axis=-1)
         biases = [None] * 3 if self.qkv.bias is None else jnp.split(self.qkv.used_bias(), 3)
+        if self.qkv.slot is None and x.dtype.itemsize == 2:
+            # Straight into heads, so that the TPU compiler lays out what the products give as attention reads it.
+            kernels = [rearrange(kernel, "d (h k) -> d h k", h=self.heads) for kernel in kernels]
+            biases = [None if bias is None else rearrange(bias, "(h k) -> h k", h=self.heads) for bias in biases]
+            return [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
         if self.qkv.slot is None:
             parts = [product(x, kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
         else:
@@ -188,17 +207,17 @@ class Attention(nnx.Module):
         if self.rope is not None:
             q, k = (turn_patches(part, *rope_table(self.rope, self.grid, part.shape[-1])) for part in (q, k))
         q = q * q.shape[-1] ** -0.5
-        # Scores are kept in the dtype of computation, the softmax works on them in float32.
         if x.dtype.itemsize == 2:
-            q, k, v = (rearrange(part, "... n h k -> ... h k n") for part in (q, k, v))
-            mixed = rearrange(attend(q, k, v, self.causal), "... h k n -> ... n h k")
+            mixed = attend(q, k, v, self.causal)
+            if self.out.slot is None:
+                return self.out.of_heads(mixed)
         else:
             # Heads first, in memory too: the CPU's products of strided heads take up to three times as long.
             q, k, v = jax.lax.optimization_barrier([rearrange(part, "... n h k -> ... h n k") for part in (q, k, v)])
-            scores = jnp.einsum("...nk,...mk->...nm", q, k).astype(jnp.float32)
+            scores = jnp.einsum("...nk,...mk->...nm", q, k)
             if self.causal:
                 scores = jnp.where(np.tri(x.shape[-2], dtype=bool), scores, -jnp.inf)
-            weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+            weights = jax.nn.softmax(scores, axis=-1)
             mixed = rearrange(jnp.einsum("...nm,...mk->...nk", weights, v), "... h n k -> ... n h k")
         return self.out(rearrange(mixed, "... n h k -> ... n (h k)"), keys)
 

@@ -48,6 +48,7 @@ def lower_step(config, static, mesh, optimizer, schedule, prepare, state, frozen
         scan=config.scan,
         class_weights=class_weights,
         mixing=inputs.mixing_of(config),
+        mesh=mesh,
     )
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(places, sharding.replicated(mesh))).lower(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from einops import rearrange
 
-from vitplast_jax import components, models, trees
+from vitplast_jax import components, models, sharding, trees
 from vitplast_jax.data import preprocess
 
 
@@ -43,6 +43,7 @@ def make_train_step(
     scan: bool = False,
     class_weights=None,
     mixing: Callable | None = None,
+    mesh=None,
 ) -> Callable:
     """Returns ``train_step(state, frozen, batch) -> (state, metrics)``.
 
@@ -63,6 +64,7 @@ def make_train_step(
       class_weights: [c], what an example of a class counts in the loss (the mean is over examples, not weights).
       mixing: ``(images, others, keys) -> (images, shares [b])``; the other of an image is the next row of the global
         batch, so that neither parts nor devices change it.
+      mesh: with it and whole parameters, devices add their parts up before they exchange sums: once, not once a part.
     """
 
     def losses(logits, labels):
@@ -78,6 +80,22 @@ def make_train_step(
             return losses(logits, labels).mean()
         return (share * losses(logits, labels) + (1 - share) * losses(logits, other[1])).mean()
 
+    def gradients(trainable, frozen, *arguments):
+        if accumulation == 1:
+            return jax.value_and_grad(mean_loss)(trainable, frozen, *arguments)
+        # Part i takes rows i, i + accumulation, ...: each device's rows stay on it.
+        parts = jax.tree.map(lambda x: rearrange(x, "(b a) ... -> a b ...", a=accumulation), arguments)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(mean_loss)(trainable, frozen, *part)), None
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), trainable))
+        total, _ = jax.lax.scan(add, zeros, parts)
+        return jax.tree.map(lambda x: x / accumulation, total)
+
+    if accumulation > 1 and mesh is not None and mesh.shape["fsdp"] == 1:
+        gradients = sharding.mean_over_devices(mesh, gradients)
+
     def train_step(state: TrainState, frozen: Mapping, batch: Mapping):
         rows = batch["label"].shape[0]
         given = batch.get("run")
@@ -87,18 +105,7 @@ def make_train_step(
         if mixing is not None:
             following = jnp.roll(jnp.arange(rows), -1)
             arguments += tuple(argument[following] for argument in arguments)
-        if accumulation == 1:
-            loss, grads = jax.value_and_grad(mean_loss)(state.trainable, frozen, *arguments)
-        else:
-            # Part i takes rows i, i + accumulation, ...: each device's rows stay on it.
-            parts = jax.tree.map(lambda x: rearrange(x, "(b a) ... -> a b ...", a=accumulation), arguments)
-
-            def add(total, part):
-                return jax.tree.map(jnp.add, total, jax.value_and_grad(mean_loss)(state.trainable, frozen, *part)), None
-
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (jnp.zeros(()), state.trainable))
-            total, _ = jax.lax.scan(add, zeros, parts)
-            loss, grads = jax.tree.map(lambda x: x / accumulation, total)
+        loss, grads = gradients(state.trainable, frozen, *arguments)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable, **peak)
         trainable = optax.apply_updates(state.trainable, updates)
         rate = schedule(state.step, *peak.values())
