@@ -5,7 +5,8 @@
   python -m vitplast_jax.sweep --config configs/quickstart_peft.py:relatives --workdir runs/relatives    (the others)
   python -m vitplast_jax.report --workdir runs/peft
 
-54, 18 and 45 runs, 40 to 150 s each on 2 busy CPU cores; a form is compiled once for its 9. The first sweep's results are in README.
+54, 18 and 45 runs, 40 to 150 s each on 2 busy CPU cores; a form is compiled once for its 9. README has what the
+first sweep gave.
 """
 
 from vitplast_jax.training.config import default_config
